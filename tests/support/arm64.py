@@ -2,11 +2,12 @@
 
     python -m tests.support.arm64 [ARGUMENT...]
 
-runs pytest, with these arguments, on a copy of this project in a Debian system for arm64. The kernel starts each of its
-programs in the emulator qemu-user (``binfmt_misc``). Needs root. Network, users and the host's devices are shared.
+runs pytest, with these arguments, on a copy of this project in a Debian system for arm64. The kernel starts each
+program of that system in the emulator qemu-user (``binfmt_misc``). Needs root. The system shares the host's network,
+users and devices.
 
-Without a path, all unit tests run. Tests that run programs of jobs fail there, because qemu-user refuses to make a
-keeper a child subreaper (PR_SET_CHILD_SUBREAPER).
+Without a path, all unit tests run. Tests that run job programs fail, because qemu-user refuses to make a keeper a child
+subreaper (PR_SET_CHILD_SUBREAPER).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PACKAGES: Final = (
 PLATFORMS: Final = ("manylinux2014_aarch64", *(f"manylinux_2_{minor}_aarch64" for minor in (17, 24, 28, 34)))
 BINFMT: Final = Path("/proc/sys/fs/binfmt_misc")
 UNSUPPORTED: Final = ("tests/unit/edges/test_metrics.py::test_agent_exports_the_standard_process_metrics",)
-"""Tests that the emulator makes fail. Its ``/proc/self/stat`` reports no resident memory."""
+"""Tests that fail because the emulator's ``/proc/self/stat`` reports no resident memory."""
 
 _ENTER: Final = """
 set -eu
@@ -91,7 +92,7 @@ def _system() -> Path:
     wheels = ["--only-binary=:all:", "--python-version", PYTHON, *(f"--platform={each}" for each in PLATFORMS)]
     hashed = ["--require-hashes", "--no-deps", "-r", str(LOCK)]
     _do(sys.executable, "-m", "pip", "install", "-qq", *hashed, *wheels, "--target", half / "site")
-    for name in ("passwd", "group", "hosts"):  # an installation script would have created the first two
+    for name in ("passwd", "group", "hosts"):  # An installation script would have created passwd and group.
         shutil.copy(f"/etc/{name}", half / "etc" / name)
     half.rename(system)
     return system

@@ -24,7 +24,7 @@ ATTACKERS: Final[Mapping[str, str]] = {
     "settings": "Mistakes in settings",
     "a worker": "Defects of workers",
 }
-"""Maps the words with which the description of an attack begins to the heading of its section."""
+"""Maps the first words of an attack's description to the heading of its section."""
 
 
 @cache
@@ -41,7 +41,7 @@ def attacks() -> Mapping[str, set[str]]:
 
 
 def marks_in(source: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and the attack of each test and case that performs one.
+    """Yield the name of each test or case that performs an attack, and the attack.
 
     Raises ``ValueError`` if the marker's argument is not a string literal.
     """
@@ -64,7 +64,7 @@ def _text(node: ast.expr) -> str:
 
 
 def attacker(attack: str) -> str:
-    """Return the entry of ``ATTACKERS`` with which ``attack`` begins, or ""."""
+    """Return the entry of ``ATTACKERS`` that ``attack`` begins with, or ""."""
     return next((words for words in ATTACKERS if re.match(rf"{words}\b", attack)), "")
 
 

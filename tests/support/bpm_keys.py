@@ -1,6 +1,6 @@
-"""How far each bpm.yml key is supported at each isolation level.
+"""Says how far each bpm.yml key is supported at each isolation level.
 
-docs/bpm.md contains this as a table, and tests in ``tests/root`` verify it.
+docs/bpm.md contains this as a table, and tests in ``tests/root`` verify the table.
 """
 
 from __future__ import annotations

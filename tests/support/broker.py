@@ -1,4 +1,4 @@
-"""The demo's nats-server with additional settings, and ways to make it fail."""
+"""The demo's nats-server, with more settings and with ways to make it fail."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class NatsServer(broker.NatsServer):
             self._process = None
 
     def pause(self) -> None:
-        """Stop the server with SIGSTOP, so that connections stay open but requests get no reply."""
+        """Stop the server with SIGSTOP. Its connections stay open, but requests get no reply."""
         self._signal(signal.SIGSTOP)
         threads = Path(f"/proc/{self.pid}/task")
         while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in threads.glob("*/stat")):
-            time.sleep(0.001)  # the kernel stops each thread only when it is next scheduled
+            time.sleep(0.001)  # The kernel stops each thread only when that thread is scheduled again.
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)

@@ -33,7 +33,8 @@ FAST = BusTiming(
     unreachable=20.0,
     goodbye=0.2,
 )
-"""Bus timing for tests: short for delays that tests have to sit out, long for limits that are normally never reached.
+"""Bus timing for tests. Delays that a test has to wait for are short. Limits that are normally never reached are
+long.
 """
 
 
@@ -49,7 +50,7 @@ async def echo(data: bytes) -> tuple[str, bytes] | None:
 async def on_bus(
     mbus: Mbus, agent_id: str = "agent", handle: Handle = echo, *, timing: BusTiming = FAST, **options: Any
 ) -> AsyncIterator[NatsBus]:
-    """Run a ``NatsBus`` for the duration of the block. The block may start before the bus is connected."""
+    """Run a ``NatsBus`` during the block. It may not be connected yet when the block begins."""
     bus = NatsBus(agent_id, mbus, handle, timing=timing, **options)
     running = asyncio.create_task(bus.run(), name="bus")
     try:
@@ -63,7 +64,7 @@ async def on_bus(
 
 @dataclass(frozen=True)
 class Talk:
-    """A server and its connected clients."""
+    """A NATS server, and the clients that are connected to it."""
 
     server: NatsServer
     bus: NatsBus
@@ -98,7 +99,7 @@ def sockets_to(port: int) -> set[Any]:
 
 
 class ClientConnection:
-    """A client's connection from the point of view of the server, after the TLS handshake."""
+    """A client's connection as seen by the server, after the TLS handshake."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.lines: list[str] = []
@@ -149,7 +150,8 @@ INFO = b'INFO {"server_id":"x","version":"2.10.0","max_payload":1048576,"tls_req
 
 
 class FakeServer:
-    """Runs the next script for each connection, and repeats the last script for all further connections.
+    """A NATS server that handles the n-th connection with the n-th script, and all further connections with the last
+    script.
 
     An error in a script fails the test.
     """

@@ -1,4 +1,4 @@
-"""The commands of ``agent-shim`` with their options, as lists for docs/commands.md."""
+"""Generates the sections of docs/commands.md, which list the commands of ``agent-shim`` with their options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agent_shim.cli import commands
 def tables() -> str:
     """Return a section for each command, in the order of ``--help``.
 
-    ``-b``, which most commands have, is left out because the page describes it once.
+    The option ``-b``, which most commands have, is left out because the page describes it once.
     """
     return "\n".join(_section(name, parser) for name, parser in parsers().items())
 
@@ -43,7 +43,7 @@ def usage(name: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _usage(action: argparse.Action) -> str:
-    """Return one argument in the form of a usage line."""
+    """Return one argument as a usage line shows it."""
     written = " ".join(filter(None, [action.option_strings[0] if action.option_strings else "", _value(action)]))
     many = "..." if action.nargs in ("+", "*") else ""
     # Up to Python 3.13, argparse treats a positional argument that takes any number of values as required.

@@ -1,4 +1,4 @@
-"""A server on the control socket that sends prepared answers in place of an agent."""
+"""A server on the control socket that sends prepared replies instead of an agent's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def answering(base: Path, reply: Callable[[dict[str, Any]], Any]) -> Iterator[No
         while True:
             try:
                 connection, _ = server.accept()
-            except OSError:  # the socket was shut down at the end of the block
+            except OSError:  # The socket is shut down at the end of the block.
                 return
             with connection, connection.makefile("rb") as lines:
                 connection.sendall(msgspec.json.encode(reply(msgspec.json.decode(lines.readline()))) + b"\n")

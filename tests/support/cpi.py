@@ -1,6 +1,6 @@
-"""How each CPI treats its containers: where it writes the settings, where it mounts disks, and how it attaches them.
+"""How each CPI treats its containers: where it writes the settings, where it mounts disks, and how it attaches disks.
 
-Names, paths and modes are the ones that the CPIs use, except that their top-level directories are moved below ``/mnt``,
+Names, paths and modes are those of the CPIs. However, directories that belong in the root directory are below ``/mnt``,
 because test machines cannot create any in their root directory.
 """
 
@@ -79,13 +79,13 @@ def mount_secret(machine: Machine, path: str, document: Document) -> None:
 
 @dataclass(frozen=True)
 class CpiTraits:
-    """A CPI.
+    """How one CPI treats its containers.
 
     ``place`` is the path of a disk in the container, ``sources`` are the settings sources in its stemcell's agent.json.
 
-    ``attaches`` says what happens to the container when a disk is attached or detached. ``members`` are the settings
-    members that only this CPI writes. ``start`` is what its start command does before the agent starts, and ``saves``
-    are the files that it carries over from one container to the next.
+    ``attaches`` says what happens to the container when a disk is attached or detached. ``members`` are settings
+    members that only this CPI writes. ``start`` is what the start command does before the agent starts, and ``saves``
+    are the files that the CPI copies from one container to the next.
     """
 
     name: str = "a plain one"
@@ -102,9 +102,7 @@ class CpiTraits:
     names_disks_to_migrate: bool = True
     attaches: Literal["live", "by restart", "by recreation"] = "by recreation"
     loses_data_unasked: bool = True
-    """Whether the container loses its data volume in a restart that nobody requested, for instance after a node
-    failure.
-    """
+    """Whether the container loses its data volume in an unrequested restart, for example after a node has failed."""
     members: Document = field(default_factory=dict)
     start: str = ""
     saves: tuple[str, ...] = ()
@@ -157,7 +155,7 @@ WARDEN_WITH_SYSTEMD: Final = CpiTraits(
     ),
     finish="umount /etc/hosts || true",
 )
-"""bosh-lite's variant: process 1 is the image's own systemd, the settings are streamed in after it has started, and
+"""bosh-lite's variant. PID 1 is the image's own systemd, the settings are streamed in after systemd has started, and
 Garden's hosts file is unmounted late.
 """
 LXD: Final = CpiTraits(
@@ -203,7 +201,7 @@ OURS: Final = CpiTraits(
     place=f"{manifests.DISKS_AT_CREATION}/{{cid}}",
     is_hint_an_object=True,
 )
-"""Disks have the same path in the container whether they exist when the VM is created or are reserved for it."""
+"""Disks have the same path in the container, whether they exist when the VM is created or are only reserved then."""
 OURS_LIVE: Final = CpiTraits(
     name="our Kubernetes CPI, live",
     settings=OURS.settings,

@@ -40,7 +40,7 @@ def pair() -> Pair:
 
 
 def mbus(port: int = 0, **changes: Any) -> Mbus:
-    """Return the mbus settings, address and certificate, of an agent that create-env created."""
+    """Return the mbus settings, with address and certificate, of an agent that create-env has created."""
     good = {"certificate": pair().certificate, "private_key": pair().private_key, "ca": ""}
     return Mbus(**{"urls": (f"https://{USER}:{IN_URL}@127.0.0.1:{port}",)} | good | changes)
 
@@ -64,7 +64,7 @@ async def on_https(handle: Handle, blobs: Path, wanted: Mbus | None = None, **bo
 
 @dataclass
 class HttpAnswer:
-    """A response. Header names are lower-case."""
+    """A response from the agent. Header names are lower-case."""
 
     status: int
     headers: Mapping[str, str]
@@ -78,7 +78,7 @@ def basic(user: str = USER, password: str = PASSWORD) -> str:
 def trusting(ca: str) -> ssl.SSLContext:
     """Return a TLS context that trusts one CA, as Go clients do.
 
-    Since Python 3.13, ``create_default_context`` rejects BOSH's CA certificates, so this context is not created by it.
+    ``create_default_context`` is not used here, because since Python 3.13 it rejects BOSH's CA certificates.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=ca)
@@ -103,7 +103,7 @@ class AgentClient:
     async def send(
         self, method: str, path: str, body: bytes = b"", auth: str | None = None, **headers: str
     ) -> HttpAnswer:
-        """Send one request. ``auth`` is the Authorization header, or "" for none."""
+        """Send one request. ``auth`` is the Authorization header, or "" to send none."""
         auth = basic() if auth is None else auth
         async with asyncio.timeout(60), self.connected() as (reader, writer):
             writer.write(head(method, path, len(body), auth, **headers) + body)
@@ -117,9 +117,7 @@ class AgentClient:
         return await self.send("GET", dav_path(blob_id))
 
     async def call(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """Send one request to the agent, without ``protocol`` and with a meaningless ``reply_to``, as the bosh CLI
-        does.
-        """
+        """Send one request as the bosh CLI does: without ``protocol`` and with a meaningless ``reply_to``."""
         body = json.dumps({"method": method, "arguments": arguments, "reply_to": "unused"}).encode()
         answer = await self.send("POST", "/agent", body)
         assert answer.status == 200, answer
@@ -133,7 +131,7 @@ class AgentClient:
         return reply["value"]
 
     async def run(self, method: str, *arguments: Any) -> Any:
-        """Run an action that must be answered with a task id, poll that task, and return its result."""
+        """Run an action whose reply must be a task ID. Poll the task and return its result."""
         value = await self.value(method, *arguments)
         assert value["state"] == "running"
         task_id = value["agent_task_id"]

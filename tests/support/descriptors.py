@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def none_free() -> Iterator[None]:
-    """Lower the descriptor limit to 200 and use up all free descriptors for the duration of the block."""
+    """Lower the limit for file descriptors to 200 during the block, and use up all that are free."""
     taken: list[int] = []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 200), hard))

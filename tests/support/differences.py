@@ -1,4 +1,4 @@
-"""Finds where two structs differ, so that a failed comparison can report it."""
+"""Finds the differences between two structs, so that a failed comparison can report them."""
 
 from __future__ import annotations
 

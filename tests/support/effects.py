@@ -31,8 +31,9 @@ class Effects:
         return Paths(self.machine.vcap)
 
     def check(self, method: str, arguments: list[Any], value: Any) -> bool:
-        """Assert that a request which returned ``value`` had its effect. Return False if its method has no visible
-        effect.
+        """Assert that a request had its effect. ``value`` is the value that it returned.
+
+        Return False if requests with this method have no visible effect.
         """
         found: Callable[..., None] | None = getattr(self, f"_{method}", None)
         if found is not None:
@@ -185,9 +186,7 @@ class Effects:
         assert not self._is_there(self.paths.store_migration_target, old)
 
     def _is_there(self, place: Path, cid: str) -> bool:
-        """Return True if a disk is reachable at ``place``, whether mounted or linked, judging by the agent's marker on
-        the disk.
-        """
+        """Return True if a disk is mounted or linked at ``place``, which the agent's marker on the disk shows."""
         if place.is_symlink():
             place = self._seen(place)
         marker = place / ".agent_shim/disk.json"
@@ -199,15 +198,15 @@ class Effects:
         return job in self._names(self.paths.jobs) and (self._seen(self.paths.jobs / job) / "bin" / name).exists()
 
     def _hooks(self) -> list[str]:
-        """Return the script runs that the recorded deployment's job has logged."""
+        """Return the scripts of the recorded deployment's job that have run, as they have logged it."""
         return (self.paths.log / "web/hooks.log").read_text().splitlines()
 
     def _seen(self, link: Path) -> Path:
-        """Resolve an absolute symlink inside the machine and return its target as a path outside."""
+        """Resolve an absolute symlink as inside the machine, and return the target's path as seen from outside."""
         return self.machine.root / str(link.readlink()).lstrip("/")
 
     def _in_use(self, links: Path) -> set[str]:
-        return self._names(links) - {"bpm"}  # our own bpm command, which is always installed
+        return self._names(links) - {"bpm"}  # This project's own bpm command is always installed.
 
     @staticmethod
     def _names(directory: Path) -> set[str]:

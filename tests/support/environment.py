@@ -1,4 +1,4 @@
-"""A BOSH environment for containers: a bus with its peers, a blobstore, and the settings that a CPI would write."""
+"""A BOSH environment for containers: a bus with other clients, a blobstore, and the settings that a CPI would write."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Environment:
         await self.until_state("running")
 
     async def until_state(self, wanted: str) -> None:
-        """Wait until the jobs have the given state. After a restart, the first request must already reach an agent."""
+        """Wait until the jobs have the given state. After a restart, wait for the agent to answer first."""
         await self.until_pong()
         async with asyncio.timeout(60):
             while (await self.director.value(AGENT, "get_state"))["job_state"] != wanted:
@@ -93,7 +93,7 @@ class Environment:
 
 @asynccontextmanager
 async def environment(address: str, scratch: Path) -> AsyncIterator[Environment]:
-    """Run an environment whose bus admits ``AGENT``. ``address`` need not exist yet."""
+    """Run an environment whose bus accepts ``AGENT``. ``address`` need not exist yet."""
     authority = Authority()
     pair = authority.server(hosts=("127.0.0.1", address))
     async with NatsServer(scratch / "bus", authority, pair=pair) as server:

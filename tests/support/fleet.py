@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
 
 @dataclass
 class Fleet:
-    """The machines by agent id. All of them are ended when the ``fleet`` block exits."""
+    """The machines by agent ID. When the ``fleet`` block exits, all of them are ended."""
 
     scratch: Path
     server: NatsServer
@@ -62,7 +62,7 @@ class Fleet:
     ) -> Machine:
         """Add a machine and wait until its agent answers.
 
-        ``volumes`` are passed to ``machine``, ``bosh`` is added to env.bosh.
+        ``volumes`` are passed to ``machine``, and ``bosh`` is added to env.bosh.
         """
         self.blobs(agent_id).mkdir(parents=True)
         await self.server.add_agent(agent_id)
@@ -103,7 +103,7 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(scratch: Path) -> AsyncIterator[Fleet]:
-    """Run a bus and a Director that polls tasks without pauses. There are no machines at first."""
+    """Run a bus and a Director that polls tasks without pauses. At first there are no machines."""
     director = Director(poll=0.01)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(NatsServer(scratch / "bus"))

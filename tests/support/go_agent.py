@@ -30,7 +30,7 @@ NAMES = ("web", "worker", "db")
 def leave_as_the_go_agent(machine: Machine) -> None:
     """Write the directory tree that the Go agent leaves after ``apply`` and ``start`` (agent/applier, jobsupervisor).
 
-    Its job logs every start.
+    The job in this tree logs each of its starts.
     """
     vcap, package = machine.vcap, "/var/vcap/data/packages/tool/digest"
     for path in ("monit/job", "bosh", "data/sys/run", "data/sys/log", "jobs", "packages", "instance"):
@@ -107,11 +107,11 @@ def alive(machine: Machine, numbers: dict[str, list[str]]) -> bool:
 
 
 TASK: Final = "task-of-before"
-"""Id of a task that the Go agent had accepted and not finished."""
+"""ID of a task that the Go agent had accepted but not finished."""
 
 
 def write_all_state_files(machine: Machine, disk: str) -> None:
-    """Write all other files that the Go agent keeps below ``bosh``. ``disk`` is the disk that it had mounted.
+    """Write all other files that the Go agent keeps below ``bosh``. ``disk`` is the disk that the Go agent had mounted.
 
     Formats: agent/task/concrete_manager.go, platform/linux_platform.go, platform/bootstrap_state.go, agent/bootonce.
     """

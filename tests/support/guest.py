@@ -1,11 +1,11 @@
-"""A virtual machine for tests that the host cannot run: systemd as process 1, cgroup v2 only, hanging disks, changed
+"""A virtual machine for tests that the host cannot run: systemd as PID 1, cgroup v2 only, hanging disks, changed
 clocks.
 
     python -m tests.support.guest [--limit SECONDS] COMMAND…
 
-runs a command as root on a copy of this project in the guest, and exits with its exit code. The processor is emulated,
-so the guest needs no virtualization support and affects nothing on the host. It has no network. Files are copied in as
-a tar archive on one disk, and copied out as a tar archive on another.
+runs a command as root on a copy of this project in the guest, and exits with the command's exit code. The CPU is
+emulated, so the guest needs no virtualization support and affects nothing on the host. It has no network. Files are
+copied in as a tar archive on one disk, and copied out as a tar archive on another.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ PACKAGES: Final = (
 LOCK: Final = ROOT / "requirements/dev.lock"
 PLATFORMS: Final = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 28, 34)))
 PLACE: Final = "/opt/agent_shim"
-"""The guest's virtual environment, at the same path as in the image. Its Python imports the project from the packed
-archive.
+"""The guest's virtual environment. It has the same path as in the image, and its Python imports the project from the
+archive that was copied in.
 """
 LIMIT: Final = 1800.0
 """Maximum number of seconds from power-on to power-off."""
@@ -79,7 +79,7 @@ _UNWANTED: Final = (
     "modprobe@fuse.service modprobe@efi_pstore.service systemd-journal-catalog-update.service timers.target "
     "systemd-udev-load-credentials.service systemd-hostnamed.socket"
 )
-"""Services to disable, because they would take half a minute on an emulated processor."""
+"""Services that are disabled because they would take half a minute on an emulated CPU."""
 _SITE: Final = "/project\n"
 
 
@@ -87,7 +87,7 @@ _SIGN: Final = Path("/etc/systemd/system/guest.service")
 
 
 def is_here() -> bool:
-    """Return True inside the guest, where tests may change anything."""
+    """Return True inside the guest, where a test may change anything."""
     return _SIGN.exists()
 
 
@@ -96,7 +96,7 @@ class GuestError(Exception):
 
 
 def run(command: Sequence[str], out: Path, *, limit: float = LIMIT) -> int:
-    """Run a command in a new guest, in the directory of this project. Return its exit code.
+    """Run a command in a new guest, in the directory of this project. Return the command's exit code.
 
     The command's output is streamed to standard output. Files in the guest's ``/out`` are copied to ``out``. Raises
     ``GuestError``.
@@ -162,9 +162,9 @@ def _of_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def _base() -> Path:
-    """Return the root file system, kernel and initrd. They are rebuilt every week to include security updates.
+    """Return the root file system, the kernel and the initrd. They are rebuilt every week to include security updates.
 
-    The file ``packages`` in the same directory lists the installed package versions.
+    The file ``packages`` in their directory lists the installed package versions.
     """
     told = [
         SUITE,

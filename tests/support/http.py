@@ -21,7 +21,7 @@ from tests.support.serving import serving
 HALF = "half"
 """Announces the full length of the body, but sends half of it and closes the connection."""
 STALL = "stall"
-"""Sends half of the body, then nothing, and leaves the connection open."""
+"""Sends half of the body and then nothing more, and leaves the connection open."""
 SILENT = "silent"
 """Reads the request and never answers."""
 DEAF = "deaf"
@@ -41,7 +41,7 @@ THINK = "think"
 
 @dataclass
 class SeenRequest:
-    """A request. Header names are lower-case."""
+    """A request that the server has received. Header names are lower-case."""
 
     method: str
     target: str
@@ -51,10 +51,11 @@ class SeenRequest:
 
 @dataclass
 class BlobServer:
-    """A server. ``blobs`` maps URL paths, without the query, to contents.
+    """A blob server. ``blobs`` maps URL paths, without the query, to contents.
 
-    Each entry of ``plan`` determines how one of the next requests is answered: a status (sent before the body is read),
-    ``redirect:URL``, or one of the constants above. When ``plan`` is empty, the server behaves correctly.
+    Each entry of ``plan`` determines how the server handles one of the next requests. An entry is a status (sent before
+    the body is read), ``redirect:URL``, or one of the constants above. Once ``plan`` is empty, the server behaves
+    correctly.
     """
 
     blobs: dict[str, bytes] = field(default_factory=dict)
@@ -67,7 +68,7 @@ class BlobServer:
     delay: float = 0
     """Seconds by which every response is delayed."""
     busiest: int = 0
-    """Highest number of requests handled at the same time."""
+    """Highest number of requests that the server has handled at the same time."""
     port: int = 0
     scheme: str = "http"
     _busy: int = 0
@@ -168,7 +169,7 @@ async def respond(writer: asyncio.StreamWriter, status: int, body: bytes, **head
 async def _linger(reader: asyncio.StreamReader) -> None:
     """Wait until the client closes the connection, as nginx does.
 
-    Otherwise a client that is still writing would see a reset instead of the answer.
+    If the server closed it first, a client that is still writing would see a reset instead of the response.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(5):

@@ -1,4 +1,4 @@
-"""A scratch directory with a private bus, a Director, and an agent in a separate process."""
+"""A scratch directory with a private bus, a Director, and an agent that runs as a separate process."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ class RunningAgent:
     director: Director
     agent: process.Process | None = None
     urls: tuple[str, ...] = ()
-    """Addresses of the bus in the agent's settings, if they differ from the server's own address."""
+    """Bus addresses in the agent's settings, if they differ from the server's own address."""
     http: str = "127.0.0.1:0"
     bosh: dict[str, Any] = field(default_factory=dict)
     """Additional members of ``env.bosh``."""
     is_apart: bool = False
-    """Whether the agent runs as process 1 of a pid namespace, as the only child of the command.
+    """Whether the agent runs as PID 1 of a PID namespace, as the only child of the command.
 
-    Pids in pidfiles then have no meaning outside that namespace.
+    If so, the pids in pidfiles have no meaning outside that namespace.
     """
     agent_id: str = AGENT
     applied: dict[str, Any] | None = None
@@ -106,10 +106,10 @@ class RunningAgent:
 
     @property
     def beside(self) -> Path:
-        """The directory for pidfiles of the programs that the agent's command runs in addition to the agent.
+        """The directory for pidfiles of programs that the command runs alongside the agent.
 
-        The processes named in its ``*.pid`` files are measured together with the agent. The file ``group`` contains the
-        id of a process group that survives when the agent is killed or restarted, so it is killed at the end.
+        The processes that its ``*.pid`` files name are measured together with the agent. Its file ``group`` contains
+        the ID of a process group that survives when the agent is killed or restarted. That group is killed at the end.
         """
         return self.scratch / "beside"
 
@@ -118,14 +118,14 @@ class RunningAgent:
         return sum(map(pss, self.together()))
 
     def own_memory(self) -> float:
-        """Return the private dirty memory of these programs in MB.
+        """Return the private dirty memory of the agent and of the programs that run alongside it, in MB.
 
-        Differences of this value are meaningful, unlike those of the PSS, which depends on other processes.
+        Differences between two such values are meaningful. PSS depends on other processes as well.
         """
         return sum(map(own_memory, self.together()))
 
     def cpu_seconds(self) -> float:
-        """Return the processor time of these programs in seconds."""
+        """Return the CPU time of the agent and of the programs that run alongside it, in seconds."""
         return sum(map(cpu_seconds, self.together()))
 
     def together(self) -> list[int]:
@@ -161,7 +161,7 @@ class RunningAgent:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def forget_log(self) -> None:
-        """Delete the log, so that the next start of the agent begins a new one."""
+        """Delete the log, so that the agent begins a new log when it starts again."""
         self._log.unlink(missing_ok=True)
 
     @property
@@ -169,7 +169,7 @@ class RunningAgent:
         return self.scratch / "agent.log"
 
     def exec_agent(self) -> None:
-        """Start the agent with the current settings, without waiting for an answer."""
+        """Start the agent with the current settings. Do not wait for an answer."""
         self.agent = process.spawn(
             self.argv(), env={**os.environ, **ENVIRONMENT}, cwd=self.scratch, stdout=self._log, stderr=self._log
         )
@@ -212,7 +212,7 @@ class RunningAgent:
         return code
 
     async def deploy(self, jobs: int = 1, packages: int = 0, size: int = 0, **options: Any) -> dict[str, int]:
-        """Deploy ``jobs`` and ``packages``, after starting an agent if none is running. Return the pids of the running
+        """Deploy ``jobs`` and ``packages``. Start an agent first if none is running. Return the pids of the running
         jobs.
         """
         if self.agent is None:
@@ -231,14 +231,14 @@ class RunningAgent:
         return status, out.read_text()
 
     def end_what_is_beside(self) -> None:
-        """Kill the programs that run alongside the agent. End the agent before this, because it would restart
-        the jobs.
+        """Kill the programs that run alongside the agent. The agent must have ended, because it would restart the
+        jobs.
         """
         with suppress(FileNotFoundError, ProcessLookupError):
             os.killpg(int((self.beside / "group").read_text()), signal.SIGKILL)
 
     def write_settings(self) -> None:
-        """Write the files that the agent needs to start. ``start_agent`` does this on the first start."""
+        """Write the files that the agent needs to start. The first ``start_agent`` does this as well."""
         mbus = self.server.mbus(self.agent_id)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         self.store.mkdir(exist_ok=True)
@@ -276,10 +276,9 @@ class RunningAgent:
         version: str = "1",
         more: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """Return a spec with ``jobs`` sleeping jobs and ``packages`` packages of ``size`` bytes each, half of them
-        random.
+        """Return a spec with ``jobs`` sleeping jobs and ``packages`` packages.
 
-        ``more`` maps the names of further jobs to their files.
+        Each package has ``size`` bytes, half of them random. ``more`` maps the names of further jobs to their files.
         """
         names = [f"job{number}" for number in range(jobs)]
         files: dict[str, str | bytes] = {f"{job}/{path}": text for job, of in more.items() for path, text in of.items()}
@@ -318,8 +317,8 @@ class RunningAgent:
             return found
         run = self.base / "data/sys/run"
         for path in (*run.glob("*/*.pid"), *run.glob("bpm/*/*.pid")):
-            # A chaos case may have replaced the pidfile by a pipe. ``guarded.head`` rejects a pipe, whereas open()
-            # would block.
+            # A chaos case may have replaced the pidfile with a pipe, at which open() would block. ``guarded.head``
+            # rejects pipes.
             with suppress(OSError):
                 text = guarded.head(path, MAX_PIDFILE_BYTES).strip()
                 if text.isdigit() and int(text) > 1:
@@ -327,8 +326,8 @@ class RunningAgent:
         return found
 
     async def run(self, method: str, *arguments: Any, limit: float | None = None) -> float:
-        """Run an action for at most ``limit`` seconds, polling its task without a pause. Return its duration in
-        seconds.
+        """Run an action for at most ``limit`` seconds, and return its duration in seconds. Its task is polled without
+        pauses.
         """
         begun_at = time.monotonic()
         await self.director.run(self.agent_id, method, *arguments, limit=limit)
@@ -349,7 +348,7 @@ class RunningAgent:
 
 
 async def _echo(data: bytes) -> tuple[str, bytes]:
-    await asyncio.sleep(0.001)  # otherwise the agent would be polled in every turn of the loop
+    await asyncio.sleep(0.001)  # Without this pause, the agent would be polled in every iteration of the loop.
     return json.loads(data)["reply_to"], b'{"value":"pong"}'
 
 

@@ -74,7 +74,7 @@ def process(paths: Paths, job: str, start: str, stop: str = "kill $(cat $pidfile
 
 
 def of_bpm(paths: Paths, job: str, config: str) -> dict[str, str]:
-    """Return the files of a job whose process, named like the job, is run by bpm."""
+    """Return the files of a job with one process of the same name, which bpm runs."""
     bpm = paths.jobs / "bpm/bin/bpm"
     pidfile = paths.run / "bpm" / job / f"{job}.pid"
     return {"monit": monit(job, pidfile, f"{bpm} start {job}", f"{bpm} stop {job}"), "config/bpm.yml": config}

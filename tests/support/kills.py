@@ -17,15 +17,15 @@ from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
 from tests.support.stand import CannotInjectError, Stand, expect, until
 
 Told = dict[str, Any]
-"""The tracer's report about a kill, or an empty dictionary if ``work`` made fewer calls."""
+"""The tracer's report about a kill, or an empty dictionary if nothing was killed because ``work`` made fewer calls."""
 
 
 async def killed(
     stand: Stand, number: int, who: str, places: Sequence[Path], work: Callable[[], Awaitable[None]]
 ) -> Told:
-    """Kill a process at call number ``number`` of ``work`` that changes a file below ``places``.
+    """Kill a process when ``work`` makes call number ``number`` that changes a file below ``places``.
 
-    Return the tracer's report once the agent is running again. ``work`` may have failed or be incomplete.
+    Return the tracer's report once the agent is running again. ``work`` may have failed or may be incomplete.
     """
     pid = stand.pid
     async with tracing(pid, number, who, places) as lines:
@@ -57,7 +57,7 @@ async def recorded(stand: Stand, places: Sequence[Path], work: Callable[[], Awai
 
 
 async def _end_workers(pid: int) -> None:
-    """End the idle workers, because the tracer only follows workers that start while it runs."""
+    """End idle workers, because the tracer does not follow workers that were started before the tracer."""
     while workers := [child for child in _children(pid) if b"agent_shim.bulk.worker" in _command_line(child)]:
         for worker in workers:
             with contextlib.suppress(ProcessLookupError):
@@ -90,15 +90,15 @@ async def tracing(pid: int, number: int, who: str, places: Sequence[Path]) -> As
     finally:
         if tracer.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                # terminate() may reap the process, so asyncio would lose its exit status
+                # terminate() may reap the process, and asyncio would then lose its exit status.
                 os.kill(tracer.pid, signal.SIGTERM)
         await tracer.wait()
 
 
 async def sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int, int]:
-    """Kill at every ``step``th call until two consecutive call numbers are not reached.
+    """Kill at every ``step``-th call until two consecutive call numbers are not reached.
 
-    One unreached number is not enough, because the number of calls differs by one or two between runs.
+    A single unreached number does not suffice, because the number of calls differs by one or two between runs.
 
     Return the number of kills and the number of the last call.
     """
@@ -116,7 +116,8 @@ async def sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int
 async def tidied(places: Sequence[Path], where: str) -> None:
     """Check that no half-written file remains.
 
-    A file that is still being written is no failure. Each write uses a new temporary name, so its name soon disappears.
+    A file that is still being written does not count. Each write uses a new temporary name, so that file's name soon
+    disappears.
     """
 
     def left() -> set[Path]:

@@ -32,7 +32,7 @@ LIMITS: Final = (
     ("output of a start or stop program", "supervisor.ctl_programs.MAX_OUTPUT_BYTES", "its beginning is cut off"),
     ("log lines that wait for a reader", "core.log.MAX_WAITING_BYTES", "further ones are dropped and counted"),
 )
-"""The limited value, the constant with its limit, and what happens beyond the limit."""
+"""The limited quantity, the constant with its limit, and what happens beyond the limit."""
 
 
 def table() -> str:

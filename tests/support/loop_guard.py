@@ -1,7 +1,7 @@
 """A check of agents under test, which reports each callback that blocks the event loop for more than 50 ms.
 
-Wall time proves little on a busy machine, so it only triggers the check. Two values from the kernel decide: the
-thread's CPU time, and its sleep time, which is wall time minus CPU time minus the time that it waited for a CPU
+Wall time proves little on a busy machine, so it only triggers the check, which then uses two values from the kernel:
+the thread's CPU time, and its sleep time, which is wall time minus CPU time minus the time that it waited for a CPU
 (schedstat). Sleep counts only if a second thread, which checks every 10 ms, saw the loop's thread asleep in a system
 call. Two kinds of sleep do not count, because their length depends on other threads that wait for a CPU: waiting for
 the GIL, and reading ``/proc``, which takes kernel locks. Sleep is also ignored if pages were read from a disk.
@@ -50,9 +50,9 @@ class _Clock(NamedTuple):
 
 
 def _now(*, is_end: bool) -> _Clock:
-    """Read the clocks, with the wall clock last at the beginning of a period and first at its end.
+    """Read the clocks. The wall clock is read last at the beginning of a period and first at its end.
 
-    In this order, a wait for the processor between two readings does not look like sleep.
+    In this order, a wait for a CPU between two readings does not look like sleep.
     """
     wall = time.perf_counter() if is_end else 0.0
     cpu = time.thread_time()
@@ -64,8 +64,8 @@ def _now(*, is_end: bool) -> _Clock:
 
 @contextlib.contextmanager
 def spawning() -> Iterator[None]:
-    """Exclude the start of a program or thread from the check, because its duration on a busy machine is not the
-    loop's fault.
+    """Leave the start of a program or thread out of the check, because on a busy machine the loop is not to blame for
+    how long the start takes.
     """
     callback: _Callback | None = getattr(_per_thread, "callback", None)
     if callback is not None:
@@ -95,7 +95,7 @@ def _waited_for_processor() -> float:
 
 
 def judge(before: _Clock, after: _Clock, seen: str) -> str:
-    """Describe how the period between two clock readings blocked the loop, or return "" if it did not.
+    """Describe how the event loop was blocked between two clock readings, or return "" if it was not blocked.
 
     ``seen`` is the second thread's observation (``_SleepFinder.end``).
     """
@@ -109,7 +109,9 @@ def judge(before: _Clock, after: _Clock, seen: str) -> str:
 
 
 def install(reports: Path | None = None) -> None:
-    """Guard all event loops of this process from now on. Each violation is logged and becomes a file in ``reports``."""
+    """Guard all event loops of this process from now on. Each violation is logged, and written to a file in
+    ``reports``.
+    """
     if _installed:
         return
     run = asyncio.Handle._run  # noqa: SLF001 what asyncio calls for each callback
@@ -159,8 +161,8 @@ class _Callback:
     def __init__(self) -> None:
         self.begun_at = 0.0
         self.is_spawning = False
-        """True while a program or thread is being started. ``_SleepFinder`` must not record that sleep, because it
-        would later be mistaken for the cause of a wait for the GIL.
+        """True while a program or thread is being started. ``_SleepFinder`` must not record this kind of sleep, because
+        it would later be taken for the cause of a wait for the GIL.
         """
         self.seen = ""
 
@@ -175,7 +177,7 @@ class _SleepFinder(threading.Thread):
         self._locks = _locks_of_the_interpreter()
 
     def begin(self) -> None:
-        """Record that this thread begins a callback."""
+        """Record that a callback begins in this thread."""
         callback = getattr(_per_thread, "callback", None)
         if callback is None or _per_thread.witness is not self:
             callback = _per_thread.callback = _Callback()
@@ -185,9 +187,9 @@ class _SleepFinder(threading.Thread):
         callback.begun_at = time.perf_counter()
 
     def end(self) -> str:
-        """Record the end of the callback.
+        """Record that the callback has ended.
 
-        Return the system call and the code location in which the thread was seen asleep, or "" if it was not.
+        Return the system call and the place in the code where the thread was seen asleep, or "" if it was never asleep.
         """
         callback: _Callback = _per_thread.callback
         callback.begun_at = 0.0
@@ -218,10 +220,10 @@ def _sleep(native: int, locks: range) -> str:
 
 
 def _locks_of_the_interpreter() -> range:
-    """Return the address range of the interpreter's state, or all addresses if the interpreter does not export its
-    symbol.
+    """Return the address range of the interpreter's state. If the interpreter does not export its symbol, return all
+    addresses.
     """
-    import ctypes  # imported late because only guarded agents need it
+    import ctypes  # Only guarded agents need this module.
 
     try:
         state = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))

@@ -1,10 +1,11 @@
-"""A machine in private mount and pid namespaces and cgroups, with a real ``/var/vcap`` and ``/etc``. Needs root.
+"""A machine in its own mount and PID namespaces and cgroups, with a real ``/var/vcap`` and ``/etc``. Needs root.
 
 It shares the rest of the file system with the host, but read-only, because a tool with a wrong path could delete a home
-directory. ``/home``, ``/tmp``, ``/var/log`` and similar directories are replaced by empty ones, and users have no home
-directory at its real path. The test's scratch directory is at ``/mnt``. PID 1 is a small reaper, whose exit kills every
-process of the machine. ``Machine.root`` gives access to the machine's files from outside. Volumes outlive the machine,
-so a new machine with the same volumes represents the same container after a restart or re-creation.
+directory. ``/home``, ``/tmp``, ``/var/log`` and similar directories are replaced with empty ones, and no user has a
+home directory at its real path. The test's scratch directory is at ``/mnt``. PID 1 is a small reaper. When it exits,
+the kernel kills every process of the machine. ``Machine.root`` gives access to the machine's files from outside.
+Volumes outlive the machine, so a new machine with the same volumes represents the same container after a restart or
+re-creation.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ CODE = Path(__file__).parents[2]
 """Directory of this checkout, which contains the agent."""
 
 COMMAND_TIMEOUT_S = 100
-"""Time limit for a command. It is shorter than the limit after which a hanging test aborts the whole run, so that a
-hanging command fails only its own test.
+"""Time limit for a command. It is shorter than the limit at which a hanging test aborts the whole run, so a hanging
+command fails only its own test.
 """
 
 NEEDED = (CODE, Path(sys.base_prefix))
-"""Directories of the agent and the interpreter, which must be readable for every user of a machine."""
+"""Directories of the agent and the interpreter. Every user of a machine must be able to read them."""
 
 GROUPS = {"vcap": 1000, "admin": 1001, "bosh_sudoers": 1002, "bosh_sshers": 1003}
 
@@ -87,12 +88,10 @@ class Machine:
         return self.root / "var/vcap"
 
     def pids(self) -> list[int]:
-        """Return the machine's processes, without those that jobs run in their own cgroups.
+        """Return the machine's processes, except those that jobs run in their own cgroups.
 
-        The pids are those seen from outside.
-
-        They are listed by cgroup, because a scan of all processes on a busy machine takes so long that short-lived ones
-        are missed.
+        The pids are those seen from outside. The processes are listed by cgroup: on a busy machine, a scan of all
+        processes takes so long that it misses short-lived processes.
         """
         if self.cgroups:
             return list(map(int, (self.cgroups[0][0] / "cgroup.procs").read_text().split()))
@@ -130,9 +129,9 @@ def _namespace(pid: int) -> Path | None:
 def machine(
     scratch: Path, volumes: Mapping[str, Path] = MappingProxyType({}), *, has_network: bool = False
 ) -> Iterator[Machine]:
-    """Run a machine for the duration of the block. Everything that runs in it is killed at the end.
+    """Run a machine during the block. Everything that runs in it is killed at the end.
 
-    ``volumes`` maps absolute paths inside, below ``/var/vcap``, to directories that are mounted there. With
+    ``volumes`` maps absolute paths inside the machine, below ``/var/vcap``, to directories that are mounted there. With
     ``has_network`` the machine gets its own network namespace, which has only a loopback interface. Otherwise it shares
     the host's network, but cannot change the host's packet filter.
     """
@@ -175,10 +174,10 @@ def machine(
 def revealing(scratch: Path, seen: Path) -> tuple[str, str, str]:
     """Return shell commands that keep ``NEEDED`` readable for every user of a new mount namespace.
 
-    ``NEEDED`` may be below directories that only root can enter, which are therefore covered with open directories. The
-    result contains these directories, the commands to run before they are covered, which bind-mount ``NEEDED``
-    read-only below ``scratch``, and the commands to run afterwards, which bind-mount it from there to its original
-    path. By then, ``scratch`` is at ``seen``.
+    Directories that only root can enter are covered with open ones, and may have contained ``NEEDED``. The result
+    consists of the directories to cover, the commands to run before that, and the commands to run afterwards. The
+    former bind-mount ``NEEDED`` read-only below ``scratch``. The latter bind-mount it from there to its original path,
+    when ``scratch`` is at ``seen``.
     """
     places = [path for path in NEEDED if not path.is_relative_to("/usr")]
     closed = {str(up) for path in places for up in path.parents if not up.stat().st_mode & stat.S_IXOTH}

@@ -18,11 +18,11 @@ LABELS: Final = {
     "agent_shim_actions": ("method", "outcome"),
     "agent_shim_action_duration_seconds": ("method",),
 }
-"""Labels of the families that do not declare them."""
+"""Labels of the metric families that do not declare them."""
 
 
 def table() -> str:
-    """Render all families as a Markdown table."""
+    """Render all metric families as a Markdown table."""
     rows = ["| metric | type, labels | meaning |", "|---|---|---|"]
     standard = [_series(family) for family in ProcessCollector(registry=None).collect()]
     for family in Metrics(Readings).registry().collect():

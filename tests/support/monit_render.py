@@ -1,4 +1,4 @@
-"""Renders a monit control file as text that parses to the same values. The functions have no side effects."""
+"""Renders a parsed monit control file as text that parses to the same values. The functions have no side effects."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _limit(limit: values.Limit) -> str:
 
 
 def _scaled(value: float, units: Mapping[str, int]) -> str:
-    """Format a number in the largest unit in which it is an integer, so that it has no more digits than the
+    """Format a number in the largest unit in which it is an integer, so that it never has more digits than in the
     original.
     """
     unit = max((unit for unit in units if value % units[unit] == 0), key=units.__getitem__, default=next(iter(units)))

@@ -24,9 +24,9 @@ def control(monit: Path = MONIT, *, cycle: int = 10, http: str = "", run: Path =
 
     ``monit`` is the directory for log, state and job files, ``run`` the directory for pidfile and id.
 
-    ``http`` replaces the HTTP interface on the machine's port 2822, which has no password. With ``is_whole`` the result
-    is exactly a stemcell's file. Otherwise its first ``include`` is left out, because monit rejects an ``include`` that
-    matches no file.
+    ``http`` replaces the statement for the HTTP interface, which by default is on port 2822 without a password. With
+    ``is_whole`` the result is exactly the file in stemcells. Otherwise the first ``include`` is left out, because monit
+    rejects an ``include`` that matches no file.
     """
     others = f"include {monit}/*.monitrc" if is_whole else ""
     return f"""
@@ -43,7 +43,7 @@ include {monit}/job/*.monitrc
 
 
 def alerts(monit: Path = MONIT, port: int = 2825) -> str:
-    """Return the configuration of alerts that are sent to the Go agent at ``port``.
+    """Return the configuration that makes monit send alerts to the Go agent at ``port``.
 
     monit queues alerts in a directory below ``monit``.
     """

@@ -1,8 +1,8 @@
-"""Runs chaos cases in their own pid namespace, so that a misdirected signal is recorded and cannot hit the host.
+"""Runs chaos cases in their own PID namespace, so that a misdirected signal is recorded and cannot reach the host.
 
-When run as a program, this module is process 1 of that namespace. ``namespaces.py SIGNALS COMMAND ...`` runs the
-command, reaps orphans, appends the number of each signal that it receives to the file ``SIGNALS`` (one per line), and
-exits with the command's exit code.
+When run as a program, this module is PID 1 of that namespace. ``namespaces.py SIGNALS COMMAND ...`` runs the command,
+reaps orphans, appends the number of each signal that it receives to the file ``SIGNALS`` (one per line), and exits with
+the command's exit code.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from types import FrameType
 from typing import Final
 
 INSIDE: Final = "SHIM_CHAOS_SIGNALS"
-"""Environment variable with the path of the file in which process 1 records signals. Set only in such a namespace."""
+"""Environment variable with the path of the file in which PID 1 records signals. It is set only in such a namespace."""
 FATAL: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def enter(module: str, arguments: Sequence[str], *, network: bool = False) -> None:
-    """Replace this process by ``python -m MODULE ARGUMENTS`` in new mount and pid namespaces. This needs root."""
+    """Re-exec as ``python -m MODULE ARGUMENTS`` in new mount and PID namespaces. Needs root."""
     if os.geteuid() != 0 or INSIDE in os.environ:
         return
     descriptor, signals = tempfile.mkstemp(prefix="agent-shim-chaos-signals-")
@@ -36,14 +36,14 @@ def enter(module: str, arguments: Sequence[str], *, network: bool = False) -> No
 
 
 def signals_to_init() -> list[int]:
-    """Return the signals that process 1 received. The kernel discards SIGKILL from inside the namespace, so it is never
-    among them.
+    """Return the signals that PID 1 has received. SIGKILL is never among them, because the kernel discards it if the
+    sender is inside the namespace.
     """
     return [int(line) for line in Path(os.environ[INSIDE]).read_text().split()]
 
 
 def main(signals: str, command: list[str]) -> int:
-    """Act as process 1. Return the exit code of ``command``, or 128 + N if signal N ended it."""
+    """Act as PID 1. Return the exit code of ``command``, or 128 + N if signal N killed it."""
 
     def record(number: int, _frame: FrameType | None) -> None:
         with Path(signals).open("a") as file:

@@ -1,10 +1,10 @@
-"""nginx (package nginx) in front of a directory, configured like the Director's own blobstore.
+"""nginx (Debian package nginx) serving a directory, configured like the blobstore on a Director's VM.
 
 Blobs are stored in ``store/XX/ID``. Below ``/``, the user ``agent`` may GET and PUT blobs with a password. Below
 ``/signed/`` no password is needed, but a link is valid only for one method, one blob and a limited time.
 
-The Director's nginx verifies links with an HMAC module that Debian does not package. Here a module that is part of
-nginx verifies them, with the same arguments in the same order.
+The Director's nginx verifies links with an HMAC module that Debian does not package. Here, a module that is part of
+nginx verifies links, with the same arguments in the same order.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def shard(blob_id: str) -> str:
 
 @dataclass
 class Nginx:
-    """A server. ``ca`` is the CA certificate that its clients have to trust."""
+    """A running nginx. ``ca`` is the CA certificate that clients have to trust."""
 
     where: Path
     port: int
@@ -112,14 +112,14 @@ class Nginx:
         self.path(blob_id).write_bytes(content)
 
     def users(self, **passwords: str) -> None:
-        """Set the users that may log in. nginx rereads the password file for every request, so this takes effect at
-        once.
+        """Set the users that may log in. This takes effect immediately, because nginx reads the password file for every
+        request.
         """
         lines = [f"{name}:{{PLAIN}}{password}\n" for name, password in passwords.items()]
         (self.where / "users").write_text("".join(lines))
 
     def options(self, password: str) -> dict[str, object]:
-        """Return the options of a ``dav`` blobstore, as the Director writes them."""
+        """Return the options that the Director writes for a ``dav`` blobstore."""
         return {
             "endpoint": self.url,
             "user": "agent",
@@ -137,7 +137,7 @@ class Nginx:
         return f"{self.url}/signed/{object_id}?e={end}&st={signature}&ts={now}"
 
     def requests(self) -> list[tuple[str, int]]:
-        """Return the method and status of each request so far."""
+        """Return the method and the response status of each request so far."""
         lines = (self.where / "access.log").read_text().splitlines()
         return [(line.split('"')[1].split()[0], int(line.split('"')[2].split()[0])) for line in lines]
 

@@ -1,4 +1,4 @@
-"""Enables outdated TLS versions, for attacks with a version that must be refused."""
+"""Enables outdated TLS versions, for tests that the agent refuses them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 
 
 def lenient(context: ssl.SSLContext) -> ssl.SSLContext:
-    """Allow every TLS version in OpenSSL, so that a refusal can only come from this project's settings."""
+    """Allow every TLS version in OpenSSL, so that only this project's settings can cause a refusal."""
     context.set_ciphers("ALL:@SECLEVEL=0")
     return context
 

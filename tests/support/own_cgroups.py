@@ -17,11 +17,11 @@ from agent_shim.host import cgroups
 
 _NUMBERS: Final = itertools.count()
 _END_TIMEOUT_S: Final = 10
-"""How long killed processes may take to leave a cgroup."""
+"""Seconds that killed processes may take to leave a cgroup."""
 
 
 def hierarchies() -> list[cgroups.Hierarchy]:
-    """Return the hierarchies that contain this process and can limit it."""
+    """Return the hierarchies that contain this process and can limit its resources."""
     found = cgroups.find()
     each = dict.fromkeys(filter(None, (found.memory, found.pids, found.cpu, found.cpuacct)))
     return [one for one in each if cgroups.contains_this_process(one)]
@@ -29,9 +29,10 @@ def hierarchies() -> list[cgroups.Hierarchy]:
 
 @contextlib.contextmanager
 def own_cgroups(kind: str) -> Iterator[list[tuple[Path, Path]]]:
-    """Create a cgroup in each hierarchy that limits processes. Yield its directory and the top of the hierarchy.
+    """Create a cgroup in each hierarchy that limits processes. Yield the cgroup's directory and the top of the
+    hierarchy.
 
-    At the end they are removed, and so are cgroups of the same ``kind`` that a killed test run left behind.
+    At the end, the cgroups are removed, and also those of the same ``kind`` that a killed test run has left behind.
     """
     made = []
     name = f"{kind}-{os.getpid()}-{next(_NUMBERS)}"
@@ -51,7 +52,9 @@ def own_cgroups(kind: str) -> Iterator[list[tuple[Path, Path]]]:
 
 
 def joining(directories: list[tuple[Path, Path]], argv: list[str]) -> list[str]:
-    """Return a command that moves itself into these cgroups and then runs ``argv``. It fails if it cannot move."""
+    """Return a command that moves its own process into these cgroups and then runs ``argv``. It fails if it cannot
+    move.
+    """
     join = "".join(f"echo 0 >{ours}/cgroup.procs && " for ours, _ in directories)
     return ["sh", "-c", f'{join} exec "$@"', "sh", *argv]
 

@@ -37,14 +37,15 @@ SPEC: Final = ProcessSpec(
 START_TAKES: Final = {"well": 0.0, "slowly": 2.2, "not": 0.4, "late": 45.0}
 STOP_TAKES: Final = {"well": 0.0, "slowly": 3.3, "not": 1.1, "hangs": 1000.0}
 MAX_PID: Final = 2**22
-"""The kernel's limit for pids. Simulated pids are higher, so that the service finds no real process for them in
+"""The kernel's limit for pids. Simulated pids are higher, so the service finds no real process for them in
 ``/proc``.
 """
 
 
 class Jumping(selectors.SelectSelector):
-    """Selector of an event loop whose clock jumps to the next timer. If the loop waits without a timer, the test fails
-    instead of hanging.
+    """Selector for an event loop whose clock jumps to the next timer.
+
+    If the loop waits without a timer, the test fails instead of hanging.
     """
 
     now = 0.0
@@ -65,7 +66,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class SimulatedProcess:
-    """A simulated process or program. ``over`` is set when it has ended."""
+    """A simulated process or program. ``over`` is set once it has ended."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -97,7 +98,7 @@ class SimulatedProcess:
 
 @dataclass
 class SimulatedMachine:
-    """The true state of the simulated machine, independent of the agent's view. It asserts the invariants."""
+    """What really happens on the simulated machine, whatever the agent believes. Asserts the invariants."""
 
     process: SimulatedProcess | None = None
     starter: SimulatedProcess | None = None
@@ -111,9 +112,9 @@ class SimulatedMachine:
     """Processes that may have been descendants of a killed keeper."""
     pids: int = MAX_PID
     ran: list[tuple[float, str]] = field(default_factory=list)
-    """Time and event of each program that was run."""
+    """Time and event of each program that has run."""
     graces: list[float] = field(default_factory=list)
-    """Grace period in seconds of each sweep."""
+    """Grace period in seconds of each call that kills what is left."""
 
     @property
     def is_there(self) -> bool:
@@ -179,7 +180,7 @@ class SimulatedMachine:
 
 
 class PlayedFinder:
-    """Replaces ``ProcessFinder``. It finds the process of a ``SimulatedMachine``."""
+    """Replaces ``ProcessFinder`` and finds the process of a ``SimulatedMachine``."""
 
     refused = ""
     lives_refused = False
@@ -245,7 +246,7 @@ class PlayedFinder:
 
 
 class PlayedKeepers:
-    """Replaces ``Keepers``. It ends the processes of a ``SimulatedMachine``."""
+    """Replaces ``Keepers`` and ends the processes of a ``SimulatedMachine``."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self.machine = machine
@@ -273,7 +274,7 @@ class PlayedKeepers:
 
 
 class PlayedPrograms:
-    """Replaces ``Programs``. It runs programs on a ``SimulatedMachine``."""
+    """Replaces ``Programs`` and runs programs on a ``SimulatedMachine``."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine
@@ -290,7 +291,7 @@ class PlayedPrograms:
 
 
 def service_on(machine: SimulatedMachine, spec: ProcessSpec = SPEC, **members: Any) -> Service:
-    """Create a service on a simulated machine. ``members`` override members of the service's context."""
+    """Create a service on a simulated machine. ``members`` replace members of the service's context."""
     may_start = asyncio.Event()
     may_start.set()
     usual: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """An instance with a bus and a Director. Its container can be replaced while its volumes are kept. Needs root.
 
-Each container is a new machine (``tests.support.machine``) with new process ids and a new root file system. The test
-decides which volumes it keeps. Containers are ended by killing them, as container runtimes do.
+Each container is a new machine (``tests.support.machine``) with new pids and a new root file system. The test decides
+which volumes it keeps. Containers end with SIGKILL, as under container runtimes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ Files = Mapping[str, Mapping[str, str | bytes]]
 SLEEPER: Final[Files] = {"web": jobs.sleeper(Paths(), "web")}
 """A job that sleeps."""
 PORT: Final = "cable0"
-"""Interface name. It must not exist on the host, because the host's /sys is visible inside the containers."""
+"""Name of a network interface. No interface on the host may have this name, because the host's /sys is visible inside
+the containers.
+"""
 
 
 def end(entered: subprocess.Popen[bytes], number: signal.Signals = signal.SIGTERM) -> None:
-    """Signal the program that ``Machine.popen`` has started, and wait until it has ended.
+    """Send a signal to the program that ``Machine.popen`` has started, and wait until the program has ended.
 
-    ``entered`` is only the process outside that entered the machine's namespaces. The program is its child.
+    ``entered`` is only the process that has entered the machine's namespaces. The program is its child.
     """
     for child in Path(f"/proc/{entered.pid}/task/{entered.pid}/children").read_text().split():
         os.kill(int(child), number)
@@ -47,9 +49,10 @@ def end(entered: subprocess.Popen[bytes], number: signal.Signals = signal.SIGTER
 
 
 def _cable(pid: int, gateway: str) -> None:
-    """Connect the network namespace of a process to ours with a veth pair. Our end has the address ``gateway``.
+    """Connect the network namespace of a process to the current one with a veth pair. The end here has the address
+    ``gateway``.
 
-    The pair disappears together with that namespace.
+    The pair disappears when the process's namespace does.
     """
     ours, theirs = f"t{pid}", str(ip_address(gateway) + 1)
     inside = ["nsenter", "-t", str(pid), "-n"]
@@ -64,11 +67,10 @@ def _cable(pid: int, gateway: str) -> None:
 
 
 class PodInstance:
-    """An instance.
+    """An instance whose container can be replaced.
 
     ``disks`` are the cids of attached volumes. With ``keeps_root`` all containers use the same root file system.
-
-    ``prefix`` is put in front of the agent's command line. ``seen`` maps paths inside the containers to further
+    ``prefix`` is put in front of the agent's command line. ``seen`` maps paths inside the containers to more
     directories that are mounted there.
     """
 
@@ -84,7 +86,9 @@ class PodInstance:
         self.http = "off"
         self.shim: dict[str, Any] = {}
         self.gateway = ""
-        """If set, containers get their own network, in which this is the address of the machine that runs the tests."""
+        """If set, each container gets its own network, and this is the address in it of the machine that runs the
+        tests.
+        """
         self.url = server.url
         self.seen: dict[str, Path] = {}
         self.agent_id = AGENT
@@ -121,12 +125,12 @@ class PodInstance:
         return (self.scratch / f"agent-{self._number}.log").read_text()
 
     def attach(self, cid: str) -> None:
-        """Attach a disk to the next container, in addition to those already attached."""
+        """Attach a disk to the next container, in addition to the disks that are already attached."""
         self.volume(cid).mkdir(parents=True, exist_ok=True)
         self.disks.append(cid)
 
     def lose_data(self) -> None:
-        """Replace the data volume by an empty one, as some CPIs do when they recreate a container."""
+        """Replace the data volume with an empty one, as some CPIs do when they recreate a container."""
         shutil.rmtree(self.data)
         self.data.mkdir()
 
@@ -169,7 +173,7 @@ class PodInstance:
         self.cpi.deliver(self.machine, self.cpi.settings, document | own)
 
     def exec_agent(self) -> subprocess.Popen[bytes]:
-        """Start an agent in this container, without waiting for it to come up."""
+        """Start an agent in this container. Do not wait until it answers."""
         log = self._stack.enter_context((self.scratch / f"agent-{self._number}.log").open("ab"))
         argv = [*self.prefix, sys.executable, "-m", "agent_shim.cli", "run", "-C", "/var/vcap/bosh/agent.json"]
         agent = self.machine.popen(argv, stdout=log, stderr=subprocess.STDOUT)
@@ -177,12 +181,12 @@ class PodInstance:
         return agent
 
     async def start(self) -> float:
-        """Start a new container and its agent. Return the monotonic time at which the agent was executed."""
+        """Start a new container and its agent. Return the monotonic time of the agent's exec."""
         self.start_container()
         return await self.start_agent()
 
     async def start_agent(self) -> float:
-        """Start an agent and wait until it answers. Return the monotonic time at which it was executed."""
+        """Start an agent and wait until it answers. Return the monotonic time of the agent's exec."""
         begun_at = time.monotonic()
         self.exec_agent()
         if self.cpi.is_late:
@@ -224,7 +228,9 @@ class PodInstance:
                 await asyncio.sleep(0.005)
 
     async def stop_copying(self, into: str) -> int:
-        """Suspend a migration's worker once it has written some of the files. Return its pid as seen from outside."""
+        """Suspend a migration's worker when it has written some of the files. Return the worker's pid as seen from
+        outside.
+        """
         target = self.volume(into)
         async with asyncio.timeout(60):
             while True:
@@ -253,7 +259,7 @@ class PodInstance:
         return spec
 
     async def deploy(self, files: Files = SLEEPER, packages: Files | None = None) -> dict[str, Any]:
-        """Apply and start jobs as the Director does, but without pre-start, and wait until they run.
+        """Apply and start jobs as the Director does, except for pre-start, and wait until they run.
 
         Return the spec.
         """

@@ -33,14 +33,12 @@ EXAMPLE = "localhost/agent-shim/example"
 BASE = "localhost/agent-shim/debian"
 
 SECRETS = {"pip_conf": Path("/etc/pip.conf"), "ca_bundle": Path("/etc/ssl/certs/ca-certificates.crt")}
-"""Build secrets with which a build can reach a package mirror. They are passed if they exist, and end up in
-no image.
-"""
+"""Build secrets that let a build reach a package mirror. They are passed if they exist, and end up in no image."""
 
 
 @dataclass(frozen=True)
 class Podman:
-    """Runs podman with our own configuration, because machines differ in their cgroups and in which limits can be
+    """Runs podman with its own configuration, because machines differ in their cgroups and in the limits that can be
     raised.
     """
 
@@ -61,8 +59,8 @@ class Podman:
 
 
 def podman(where: Path) -> Podman:
-    """Return podman with its configuration in ``where``. Fail the test if podman or one of its helpers is not
-    installed.
+    """Return podman with its configuration in ``where``. Fail the test if podman or a program that it needs is
+    missing.
     """
     missing = [name for name in ("podman", "mmdebstrap", "runc") if shutil.which(name) is None]
     if missing:
@@ -144,7 +142,7 @@ def network(podman: Podman, name: str) -> Iterator[ContainerNetwork]:
 
 @dataclass(frozen=True)
 class Container:
-    """A running container. Every call runs in a thread, so that the test's bus keeps working meanwhile."""
+    """A running container. Every call runs in a thread, so the test's bus keeps working during a call."""
 
     podman: Podman
     name: str
@@ -155,12 +153,12 @@ class Container:
         return (await asyncio.to_thread(self.podman, "inspect", "--format", form, self.name)).strip()
 
     async def is_running(self) -> bool:
-        """Return True if process 1 is running."""
+        """Return True if PID 1 is running."""
         said = await asyncio.to_thread(self.podman, "inspect", "--format", "{{.State.Running}}", self.name)
         return said == "true\n"
 
     async def signal(self, name: str) -> None:
-        """Send a signal to process 1."""
+        """Send a signal to PID 1."""
         await asyncio.to_thread(self.podman, "kill", "--signal", name, self.name)
 
     async def ended(self) -> int:
@@ -198,11 +196,11 @@ class Container:
         await self.ended()
 
     async def start(self) -> None:
-        """Start the container again with the files that it had."""
+        """Start the container again with the files that it had when it ended."""
         await asyncio.to_thread(self.podman, "start", self.name)
 
     async def stop(self) -> int:
-        """Send SIGTERM to process 1, as a runtime does to stop a container. Return the exit code."""
+        """Send SIGTERM to PID 1, as a runtime does to stop a container. Return the exit code."""
         await self.signal("TERM")
         async with asyncio.timeout(60):
             return await self.ended()
@@ -213,7 +211,7 @@ class Container:
         return [line.split(maxsplit=1)[1] for line in lines]
 
     def logs(self) -> str:
-        """Return the output of process 1 so far."""
+        """Return the output of PID 1 so far."""
         result = self.podman.run("logs", self.name)
         return (result.stdout + result.stderr).decode(errors="replace")
 

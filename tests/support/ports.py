@@ -8,7 +8,9 @@ import socket
 
 
 def free_port() -> int:
-    """Return a port below the ephemeral range, so that no outgoing connection takes it between two starts."""
+    """Return a port below the ephemeral range, so that no outgoing connection takes the port between two starts of a
+    server.
+    """
     while True:
         port = random.randrange(15_000, 30_000)
         with socket.socket() as one, contextlib.suppress(OSError):

@@ -33,7 +33,8 @@ class Section:
 class Example:
     """An example dialogue.
 
-    ``kind`` is its precondition: ``deployed`` needs a deployed job, ``root`` a machine, and "" only a fresh agent.
+    ``kind`` is the precondition: ``deployed`` requires a deployed job, ``root`` requires a machine, and "" only a fresh
+    agent.
     """
 
     method: str
@@ -46,7 +47,9 @@ class Example:
 
     @property
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Yield each line with its mark (``>``, ``<`` or ``=``), joined with the indented lines that continue it."""
+        """Yield each line's mark (``>``, ``<`` or ``=``) and text. The text includes the indented lines that continue
+        it.
+        """
         for line in re.sub(r"\n +", " ", self.text.strip()).splitlines():
             mark, _, rest = line.partition(" ")
             assert mark in ("<", ">", "="), line
@@ -75,7 +78,7 @@ def is_running(reply: dict[str, Any]) -> bool:
 
 
 def matches(told: Any, value: Any, names: dict[str, Any]) -> bool:
-    """Return True if a value matches an example. A new ``$NAME`` is bound to the value."""
+    """Return True if a value matches an example. A ``$NAME`` that occurs for the first time is bound to the value."""
     if isinstance(told, dict) and isinstance(value, dict):
         more = ANYTHING in told
         wanted = {name: member for name, member in told.items() if name != ANYTHING}
@@ -105,7 +108,7 @@ def _filled(text: str, names: Mapping[str, Any]) -> Any:
 
 
 def sections() -> list[Section]:
-    """Return the actions in the order of the page."""
+    """Return the actions in the order in which the page lists them."""
     actions = PAGE.read_text().partition("\n## Actions\n")[2].partition("\n## ")[0]
     parts = re.split(r"^### `(\w+)`$", actions, flags=re.MULTILINE)
     return [Section(method, text) for method, text in zip(parts[1::2], parts[2::2], strict=True)]

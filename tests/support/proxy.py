@@ -41,7 +41,9 @@ class Proxy:
 
     @property
     def left(self) -> int:
-        """Number of connections that the client has closed. This is detected even while no data is forwarded."""
+        """Number of connections that the client has closed. A closed connection is detected even while no data is
+        forwarded.
+        """
         return sum(not _is_held(writer) for writer in self._made)
 
     async def __aenter__(self) -> Self:
@@ -72,7 +74,7 @@ class Proxy:
         self._flowing.clear()
 
     def flow(self) -> None:
-        """Resume forwarding, beginning with the data that was held back."""
+        """Resume forwarding, starting with the data that was held back."""
         self._flowing.set()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -101,7 +103,7 @@ class Proxy:
 
 
 def _is_held(writer: asyncio.StreamWriter) -> bool:
-    """Return True if neither end has closed the connection."""
+    """Return True if both the client and the server still keep the connection open."""
     try:
         state: bytes = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
         return state[0] == ESTABLISHED

@@ -15,8 +15,8 @@ def pss(pid: int) -> float:
 def own_memory(pid: int) -> float:
     """Return a process's private dirty memory in MB.
 
-    Unlike PSS, which changes by a megabyte when another process maps the same interpreter, this grows only because of
-    the process itself.
+    It changes only because of the process itself. PSS changes by a megabyte when another process maps the same
+    interpreter.
     """
     return memory_of(pid, "Private_Dirty:")
 
@@ -28,7 +28,9 @@ def memory_of(pid: int, field: str) -> float:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of all running threads of a process, in nanosecond resolution if the kernel reports it."""
+    """Return the CPU seconds of all running threads of a process, with nanosecond resolution if the kernel provides
+    it.
+    """
     total = 0
     for path in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):

@@ -19,10 +19,10 @@ from agent_shim.demo.director import Director, RpcRemoteError
 from agent_shim.demo.release import archive
 
 LEFT_OUT = frozenset({"get_task", "cancel_task"})
-"""Recorded polls are left out, because the replaying Director polls on its own."""
+"""Methods of recorded requests that are not sent, because the replaying Director polls on its own."""
 
 VOLUMES = Path("/var/vcap/volumes")
-"""Directory of the disks in a container. The CPI in the recordings had attached them below ``/dev``."""
+"""Directory of the disks in a container. In the recordings, the CPI had attached them below ``/dev``."""
 
 _SERVER = """
 import http.server, socket, socketserver, sys
@@ -111,18 +111,18 @@ def _is_running(reply: dict[str, Any]) -> bool:
 
 @dataclass
 class Replay:
-    """Sends recorded steps to an agent. ``blobs`` is the directory of the agent's local blobstore."""
+    """Sends recorded requests to an agent. ``blobs`` is the directory of the agent's local blobstore."""
 
     director: Director
     blobs: Path
     mbus: dict[str, Any] | None = None
-    """Replacement for the certificates removed from recorded ``update_settings``."""
+    """Replacement for the certificates that were removed from recorded ``update_settings`` requests."""
     final_spec: dict[str, Any] = field(default_factory=dict)
 
     async def play(self, step: RecordedRequest) -> tuple[list[Any], Any]:
-        """Send one step and compare its reply with the recorded one.
+        """Send one recorded request and compare the reply with the recorded one.
 
-        Return the arguments sent and the value received.
+        Return the arguments that were sent and the value that was received.
         """
         arguments = self._fit(step)
         if step.reply is None:
@@ -150,10 +150,10 @@ class Replay:
     async def _compare_state(
         self, step: RecordedRequest, arguments: list[Any], expected: dict[str, Any]
     ) -> dict[str, Any]:
-        """Compare ``get_state`` replies: fields that the Director compares must be equal, others must have the same
+        """Compare ``get_state`` replies. Fields that the Director compares must be equal, all others must have the same
         JSON types.
 
-        The request is repeated until the jobs settle.
+        Retries the request until the state of the jobs no longer changes.
         """
         deadline = time.monotonic() + 30
         while True:
@@ -169,7 +169,7 @@ class Replay:
         return value
 
     def _fit(self, step: RecordedRequest) -> list[Any]:
-        """Return the step's arguments, with digests and credentials replaced by ones that are valid here."""
+        """Return the request's arguments, with digests and credentials that are valid here."""
         arguments: list[Any] = json.loads(json.dumps(step.arguments))
         if step.method == "update_settings" and "mbus" in arguments[0]:
             assert self.mbus is not None
@@ -205,7 +205,7 @@ def _named_states(state: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _settled(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state without values that depend on the time or the machine: process figures and mounted disks."""
+    """Return a state without the values that depend on the time or the machine: process figures and mounted disks."""
     state = json.loads(json.dumps(state))
     for process in state.get("processes", []):
         process["uptime"], process["mem"] = {}, {"percent": 0.0}
@@ -216,7 +216,7 @@ def _settled(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def shape(value: Any) -> Any:
-    """Return the structure of a value with JSON types in place of values. Integers and fractions have the same type, as
+    """Return the structure of a value, with JSON types in place of values. Integers and fractions are the same type, as
     in JSON.
     """
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A test server that closes all its connections at the end, including those that it accepts at the last moment."""
+"""A test server that closes all its connections at the end, even those that it accepts at the last moment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @asynccontextmanager
 async def serving(talk: Talk, *, context: ssl.SSLContext | None = None) -> AsyncIterator[int]:
-    """Listen on a port and run ``talk`` for each client. All connections are cut when the block ends."""
+    """Listen on a port and run ``talk`` for each client. Yield the port. All connections are cut when the block
+    ends.
+    """
     talks: set[asyncio.Task[None]] = set()
 
     async def have(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -33,16 +35,16 @@ async def serving(talk: Talk, *, context: ssl.SSLContext | None = None) -> Async
         yield server.sockets[0].getsockname()[1]
     finally:
         try:
-            await _what_is_due()  # otherwise asyncio would lose a socket that it has accepted just before close()
+            await _what_is_due()  # Without this, asyncio would lose a socket that it has accepted just before close().
         finally:
             server.close()
         for task in talks:
             task.cancel()
         await asyncio.gather(*talks, return_exceptions=True)
-        await _what_is_due()  # asyncio closes sockets one loop iteration after their transports are aborted
+        await _what_is_due()  # asyncio closes a socket one loop iteration after its transport was aborted.
 
 
 async def _what_is_due() -> None:
-    """Let the loop run its due callbacks, and those that follow from them."""
+    """Let the loop run the callbacks that are due, and the callbacks that they schedule."""
     for _ in range(10):
         await asyncio.sleep(0)

@@ -12,15 +12,16 @@ from agent_shim.core import errors
 from tests.support.commands_page import arguments, parsers, usage
 
 OWN_CODES: Final = {0: "Success, or yes.", 1: "No, or incomplete.", 2: "Usage."}
-"""Exit codes that commands use without raising an error."""
+"""Meanings of the exit codes that commands use without raising an error."""
 
 NAMES: Final = {"NAME": "name", "JOB": "job"}
-"""Arguments that can be completed by asking the running agent, and the members of ``status --json`` with
-their values.
+"""Arguments whose values can be completed from the answer of a running agent.
+
+For each, the member of ``status --json`` that contains the values.
 """
 
 FILES: Final = frozenset({"FILE", "MANIFEST", "RELEASE", "agent.json"})
-"""Arguments to complete with file names."""
+"""Arguments that are completed with file names."""
 
 # --- completion -------------------------------------------------------------------------------------------------------
 
@@ -62,8 +63,8 @@ function _agent_shim_name; _agent_shim_members name; end
 function _agent_shim_job; _agent_shim_members job; end
 function _agent_shim_name_or_all; _agent_shim_members name all; end""",
 }
-"""Shell functions that ask the running agent for completions. If the command line contains ``-b``, they ask
-that agent.
+"""Shell functions that ask the running agent for completions. If the command line contains ``-b``, that option selects
+the agent.
 """
 
 
@@ -114,7 +115,7 @@ def manual() -> str:
 
 
 def _codes() -> dict[int, str]:
-    """Return the exit codes of errors, with the first sentences of the docstrings of their classes."""
+    """Return each exit code that errors cause, with the first sentences of the docstrings of their classes."""
     found: dict[int, list[str]] = {}
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, errors.ShimError) and "exit_code" in vars(kind):

@@ -1,7 +1,7 @@
 """Gives tests access to the project's source as syntax trees.
 
-A module is identified by its dotted name below ``agent_shim``, such as ``host.files``, a package by its own name, such
-as ``supervisor``, and the top package by ``""``. Nothing is imported or run.
+A module is identified by its dotted name below ``agent_shim``, such as ``host.files``. A package is identified in the
+same way, such as ``supervisor``, and the top package by ``""``. Nothing is imported or run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Module:
 
     @property
     def package(self) -> str:
-        """The package from which its relative imports start."""
+        """The package to which its relative imports refer."""
         return self.name if self.is_package else self.name.rpartition(".")[0]
 
     @property
@@ -52,7 +52,7 @@ class Module:
 
 @cache
 def modules() -> Mapping[str, Module]:
-    """Return every module of the agent by name, except those of the demo, which imitates a Director."""
+    """Return every module of the agent by name. The demo's modules, which imitate a Director, are left out."""
     found = {}
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts

@@ -1,4 +1,4 @@
-"""Apply specs with which several tests compare."""
+"""Apply specs that several tests use as expected values."""
 
 from __future__ import annotations
 

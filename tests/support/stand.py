@@ -1,7 +1,7 @@
 """The environment of a chaos case: a real agent with an init, a bus behind a proxy, a Director and a Health Monitor.
 
-The agent under test is any command that implements the protocol. After each case, ``Witness`` returns the violated
-invariants. An invariant that cannot be observed from outside is checked by its visible effects.
+Any command that implements the protocol can be the agent under test. After each case, ``Witness`` returns the violated
+invariants. If an invariant cannot be observed from outside, its visible effects are checked instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.support.proxy import Proxy
 from tests.support.witness import CANARY, Size, Witness
 
 CONNECTED: Final = 12.0
-"""Seconds within which an agent must reconnect to a bus that is available again."""
+"""Seconds that an agent may take to reconnect after the bus becomes available again."""
 
 RESTART_PAUSE: Final = 0.2
 
@@ -54,7 +54,8 @@ def expect(fact: bool, what: str) -> None:
 
 
 def at_most(figure: float, limit: float, what: str) -> float:
-    """Return ``figure``, which becomes part of the case's row. Raise ``NotHeldError`` if it exceeds ``limit``.
+    """Return ``figure``, which is shown in the scorecard row of the case. Raise ``NotHeldError`` if it exceeds
+    ``limit``.
 
     ``what`` is a format string for the figure, such as ``process 1 took {:.2f} s to exit``.
     """
@@ -63,10 +64,10 @@ def at_most(figure: float, limit: float, what: str) -> float:
 
 
 async def until(fact: Callable[[], Any], within: float, what: str) -> float:
-    """Wait until ``fact()`` is true, and return the seconds it took.
+    """Wait until ``fact()`` is true. Return the seconds that it took.
 
-    Raises ``NotHeldError`` after ``within`` seconds. ``what`` says what did not happen, such as ``no alert arrived``,
-    and is followed by the time limit.
+    Raises ``NotHeldError`` after ``within`` seconds. Its message consists of ``what``, which says what did not happen
+    (such as ``no alert arrived``), and the time limit.
     """
     begun_at = time.monotonic()
     while not fact():
@@ -80,7 +81,7 @@ async def until(fact: Callable[[], Any], within: float, what: str) -> float:
 class Stand:
     """The environment of one case.
 
-    ``jobs`` is the number of running jobs, ``involved`` are the names of those that the fault or the case restarts.
+    ``jobs`` is the number of running jobs. ``involved`` are the names of the jobs that the fault or the case restarts.
     """
 
     world: RunningAgent
@@ -94,23 +95,23 @@ class Stand:
     expected_ends: int = 0
     ends: list[int | None] = field(default_factory=list)
     omitted: dict[str, str] = field(default_factory=dict)
-    """Invariants that are not checked after this case, each with the reason."""
+    """Invariants that are not checked after this case, with the reason for each."""
     between: Callable[[], object] = lambda: None
-    """Called by the init before it restarts the agent."""
+    """Functions that the init calls before it restarts the agent."""
     after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Resources of the case that stay open until the invariants have been checked."""
     told: dict[str, int | None] = field(default_factory=dict)
-    """Maps a pattern for expected alerts ("title, severity N") to their number. None means one or more."""
+    """Maps a pattern for expected alerts ("title, severity N") to their number. None stands for one or more."""
     failing: set[str] = field(default_factory=set)
     """Names of jobs that may be in any state after the case."""
     figures: list[str] = field(default_factory=list)
-    """Measurements that the case adds to its scorecard row."""
+    """Measurements that the case adds to its row of the scorecard."""
     lasting: set[str] = field(default_factory=set)
-    """Command lines of processes that belong to a job although they are neither in its pidfile nor descendants of its
-    start.
+    """Command lines of processes that belong to a job, but are neither in its pidfile nor descendants of its start
+    program.
     """
     moved: dict[str, str] = field(default_factory=dict)
-    """Mount points at which the case has mounted something, each with a part of the mount's source."""
+    """Mount points at which the case has mounted something, with a part of the mount's source for each."""
     written: set[str] = field(default_factory=set)
     """Job files that the case wrote itself, in the form ``JOB/bin/run``."""
     restarted_at: int = 0
@@ -131,7 +132,7 @@ class Stand:
         return self.world.pid
 
     def contain(self) -> None:
-        """Run the agent as process 1 of a container with its own namespaces. Call this before ``boot``."""
+        """Run the agent as PID 1 of a container with its own namespaces. Call this before ``boot``."""
         if os.geteuid() != 0:
             raise CannotInjectError("needs root to create namespaces")
         self.world.is_apart = True
@@ -166,8 +167,9 @@ class Stand:
         return spec
 
     async def stop(self, limit: float | None = None) -> float:
-        """Stop all jobs and return the duration in seconds. Check that all their processes end, not only those in
-        pidfiles.
+        """Stop all jobs and return the duration in seconds.
+
+        Check that all processes of the jobs end, not only those in pidfiles.
         """
         before = self.witness.processes()
         took = await self.world.run("stop", limit=limit)
@@ -181,9 +183,9 @@ class Stand:
         return await self.world.director.value(AGENT, method, *arguments, timeout=timeout)
 
     async def answers(self, within: float, *, patience: float = 0.25) -> float:
-        """Send pings until one is answered. Return the seconds until then.
+        """Send pings until the agent answers one. Return the seconds until then.
 
-        The next ping is sent after ``patience`` seconds without an answer.
+        If a ping gets no answer, the next is sent after ``patience`` seconds.
         """
         begun_at = time.monotonic()
         while time.monotonic() - begun_at < within:
@@ -206,16 +208,18 @@ class Stand:
         await agent.wait()
 
     def omit(self, invariant: str, why: str) -> None:
-        """Skip an invariant after this case. The case's row states the reason."""
+        """Do not check an invariant after this case. The case's row of the scorecard states the reason."""
         self.omitted[invariant] = why
 
     def dies(self, *names: str, times: int | None = 1) -> None:
-        """Declare that the fault ends the processes of these jobs and that the agent starts them again."""
+        """Declare that the fault ends the processes of these jobs, and that the agent is expected to start them
+        again.
+        """
         self.involved |= set(names)
         self.told |= {rf"^{name} \(127\.0\.0\.1\) - Does not exist - restart, severity 1$": times for name in names}
 
     def script(self, job: str, name: str, text: str) -> None:
-        """Write a program into a job's directory that is not part of the job's blob."""
+        """Write a program into a job's directory without adding it to the job's blob."""
         path = self.world.base / "jobs" / job / "bin" / name
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
@@ -264,10 +268,10 @@ class Stand:
         self.witness.remember()
 
     def remember_memory(self) -> None:
-        """Use the agent's current memory as the reference. Call this between a first and a second flood.
+        """Use the agent's current memory as the reference. Call this between the first flood and the second.
 
-        The memory that the allocator retains after a first flood is not a leak. It was up to 9 MiB in a measurement,
-        and grew by only 0.5 MiB in four further floods.
+        The allocator retains some memory after a first flood, which is not a leak. In a measurement it was up to 9 MiB,
+        and four further floods added only 0.5 MiB.
         """
         self.witness.remember_memory()
 
@@ -298,7 +302,7 @@ async def asked(stand: Stand, command: str, **members: Any) -> Any:
 
 
 def commands(line: str) -> int:
-    """Return the number of running processes with this command line."""
+    """Return the number of running processes that have this command line."""
     words = line.replace(" ", "\0").encode() + b"\0"
     found = 0
     for stat in proc.table().values():
@@ -318,16 +322,16 @@ async def refused(stand: Stand, method: str, *arguments: Any) -> str:
 
 @asynccontextmanager
 async def injecting(stand: Stand, *faults: str) -> AsyncIterator[None]:
-    """Make system calls of the agent and its children fail for the duration of the block.
+    """Make system calls of the agent and its children fail during the block.
 
-    The faults are given in the notation of strace, such as ``fsync:error=EIO``.
+    ``faults`` use strace's notation, such as ``fsync:error=EIO``.
     """
     if shutil.which("strace") is None or os.geteuid() != 0:
         raise CannotInjectError("needs root and the Debian package strace")
     calls = ",".join(fault.partition(":")[0] for fault in faults)
     injected = [word for fault in faults for word in ("-e", f"inject={fault}")]
-    # A worker may already be running, so attach to it as well. Wait until strace reports each process to which it has
-    # attached, because the fault is active from then on.
+    # A worker may already be running, so attach to it as well. strace reports each process to which it has attached.
+    # From then on the fault is active, so wait for these reports.
     below = proc.children(proc.table()).get(stand.pid, [])
     workers = [pid for pid in below if "agent_shim.bulk.worker" in proc.command_line(pid)]
     traced = [word for pid in (stand.pid, *workers) for word in ("-p", str(pid))]
@@ -346,8 +350,8 @@ async def injecting(stand: Stand, *faults: str) -> AsyncIterator[None]:
 
 
 def small(stand: Stand, options: str) -> None:
-    """Put the agent's data on a small tmpfs. Call this before ``boot``. The tmpfs stays mounted for the invariant
-    checks.
+    """Put the agent's data on a small tmpfs, which stays mounted until the invariants have been checked. Call this
+    before ``boot``.
     """
     place = stand.world.base / "data"
     place.mkdir(parents=True)
@@ -372,7 +376,7 @@ async def stand(command: str, *, is_full: bool = False) -> AsyncIterator[Stand]:
     """Provide an environment with a bus that has no clients yet."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
     monitor, port = HealthMonitor(), free_port()
-    # Set the variables that the image's launcher sets for every agent, so that threads return memory to the system.
+    # The image's launcher sets these variables for every agent. They make threads return memory to the system.
     os.environ |= {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}
     async with (
         world(command) as made,
@@ -390,13 +394,13 @@ async def stand(command: str, *, is_full: bool = False) -> AsyncIterator[Stand]:
         finally:
             await one.end()
             if made.agent is not None:
-                await made.kill_agent()  # first, because the agent would react to the end of its jobs
+                await made.kill_agent()  # Kill the agent first, because it would react to the end of its jobs.
             end_marked(made)
             one.after.close()
 
 
 def end_marked(made: RunningAgent) -> None:
-    """Kill all remaining job processes of a stand."""
+    """Kill the processes of the stand's jobs that are still running."""
     marker = str(made.base).encode()
     for stat in proc.table().values():
         with contextlib.suppress(OSError):

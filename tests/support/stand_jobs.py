@@ -14,7 +14,7 @@ SLEEPER: Final = "exec sleep 100000"
 
 
 def spec(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]], version: str = "1") -> dict[str, Any]:
-    """Return a spec for jobs with these programs and monit files. ``{base}`` is replaced in both."""
+    """Return a spec for these jobs, given by name as a monit file and programs. ``{base}`` is replaced in both."""
     base = stand.world.base
     files: dict[str, str | bytes] = {}
     for name, (monit, programs) in monits.items():
@@ -76,7 +76,7 @@ async def process_states(stand: Stand) -> dict[str, str]:
 
 
 async def reaches(stand: Stand, name: str, state: str, within: float) -> float:
-    """Wait until a process is reported in a given state. Return the seconds until then."""
+    """Wait until the agent reports a process in the given state. Return the seconds until then."""
     begun_at = time.monotonic()
     seen = ""
     while time.monotonic() - begun_at < within:

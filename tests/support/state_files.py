@@ -33,7 +33,9 @@ from agent_shim.supervisor.supervisor import JobFile, Supervisor
 AGENT: Final = "a-1"
 JOB: Final = JobFile("web", "", "check process web with pidfile /nowhere/web.pid\n  start program '/nowhere/start'\n")
 DAMAGES: Final[Mapping[str, bytes | None]] = {"damaged": b"\0\0\0\0", "empty": b"", "missing": None}
-"""The file content that each damage leaves, or None for no file. A crash of the machine can leave zeros."""
+"""The content that each kind of damage leaves in a file, or None if the file is missing. A crash of the machine can
+leave zeros.
+"""
 ERRORS: Final = ("ENOSPC", "EROFS", "EIO")
 FAULTS: Final = (*DAMAGES, "unwritable at first", *ERRORS)
 
@@ -55,7 +57,7 @@ class ScratchInstance:
         return f"container {self.container}"
 
     def restart_container(self) -> None:
-        """Replace the root file system and the pid namespace. Only ``data`` is kept."""
+        """Replace the root file system and the PID namespace. Only ``data`` is preserved."""
         self.container += 1
         for path in self.paths.base.iterdir():
             if path != self.paths.data:
@@ -64,7 +66,7 @@ class ScratchInstance:
 
 
 class StatefulAgent:
-    """The parts of an agent that keep state. Its job has no programs to start."""
+    """The parts of an agent that write state files. Its job has no programs to start."""
 
     def __init__(self, paths: Paths) -> None:
         self.paths = paths
@@ -131,7 +133,7 @@ async def _start_or_stop(agent: StatefulAgent, name: str) -> None:
 def _wanted(agent: StatefulAgent) -> str:
     """Return "first" if the agent would start the jobs, and "second" if it would not.
 
-    Without a valid state file it starts the jobs in the spec unless the stopped marker exists.
+    Without a valid state file, the agent starts the jobs in the spec unless the stopped marker exists.
     """
     is_marked = agent.paths.stopped_marker.exists()
     if agent.is_recovered:
@@ -165,14 +167,14 @@ ROWS: Final[Mapping[str, tuple[Callable[[Paths], Path], Callable[[StatefulAgent,
     "agent_shim.json": (lambda p: p.stamp, _nothing, lambda agent: agent.backup.is_prepared),
     "data/bosh/agent_shim.json": (lambda p: p.mirror / "agent_shim.json", _nothing, lambda agent: agent.spec.current),
 }
-"""For each file: its path, a function that changes its content ("first", then "second"), and a function that returns
-what the agent has read from it.
+"""For each state file: its path, a function that changes its content to "first" or "second", and a function that
+returns what the agent has read from the file.
 """
 
 
 @contextmanager
 def failing(path: Path, error: str) -> Iterator[None]:
-    """Make each write of a file fail. Creating an empty file still succeeds on a full file system."""
+    """Make each write of a file fail. An empty file can still be created, as on a full file system."""
     real, number = files.write_atomic, getattr(errno, error)
 
     def write(target: Path, data: bytes, **options: Any) -> None:
@@ -204,7 +206,7 @@ async def concluded(row: str, fault: str, *, is_container: bool) -> str:
                 await change(one, "first")
             await one.backup.update()
             before = wanted = value(one) if change is not _start_or_stop else "first"
-            if fault in DAMAGES and row == "monit/stopped":  # this file only exists while the jobs are stopped
+            if fault in DAMAGES and row == "monit/stopped":  # This file exists only while the jobs are stopped.
                 before = wanted = "second"
                 await change(one, "second")
                 await one.backup.update()

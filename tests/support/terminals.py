@@ -1,4 +1,4 @@
-"""Runs programs on pseudo-terminals, and returns what an operator would see."""
+"""Runs programs on pseudo-terminals, and returns what an operator would see there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Self
 
 
 class Terminal:
-    """A pseudo-terminal. ``theirs`` is the end for the program under test, ``read`` returns the program's output so
-    far.
+    """A pseudo-terminal. ``theirs`` is the end for the program under test. ``read`` returns what the program has
+    written so far.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,9 @@ class Terminal:
 
 
 def on_terminal(argv: Sequence[str], seen: Callable[[bytes], bool] = lambda _: False) -> bytes:
-    """Run a command on a terminal and return its output. A command that does not end is killed once ``seen`` returns
-    true.
+    """Run a command on a terminal and return its output.
+
+    If the command keeps running, it is killed once ``seen`` returns True for its output.
     """
     with Terminal() as terminal, subprocess.Popen(argv, stdout=terminal.theirs, stderr=terminal.theirs) as child:
         while child.poll() is None and not seen(terminal.read()):

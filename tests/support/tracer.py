@@ -65,13 +65,15 @@ BY_PATH: Final = {
     88: ("symlink", 1), 90: ("chmod", 0), 92: ("chown", 0), 94: ("lchown", 0), 76: ("truncate", 0), 133: ("mknod", 0),
     188: ("setxattr", 0), 189: ("lsetxattr", 0), 2: ("open", 0),
 }  # fmt: skip
-"""The same for calls with a path: name and position of the path."""
+"""Maps the numbers of calls with a path to the name and the position of the path."""
 BY_DIRECTORY: Final = {
     258: ("mkdirat", 0), 259: ("mknodat", 0), 260: ("fchownat", 0), 263: ("unlinkat", 0), 264: ("renameat", 0),
     265: ("linkat", 2), 266: ("symlinkat", 1), 268: ("fchmodat", 0), 280: ("utimensat", 0), 316: ("renameat2", 0),
     257: ("openat", 0), 437: ("openat2", 0), 452: ("fchmodat2", 0),
 }  # fmt: skip
-"""The same for calls with a directory descriptor followed by a path: name and position of the descriptor."""
+"""Maps the numbers of calls with a directory descriptor followed by a path to the name and the position of the
+descriptor.
+"""
 
 NEEDS_NO_SPACE: Final = frozenset(
     (
@@ -79,7 +81,7 @@ NEEDS_NO_SPACE: Final = frozenset(
         *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
     )
 )
-"""Calls that succeed on a full disk."""
+"""Calls that need no free space, so they also succeed on a full disk."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
@@ -104,7 +106,7 @@ class Tracer:
         self._count = 0
         self._threads: set[int] = set()
         self._failing: set[int] = set()
-        """Threads in a call that is made to fail instead of being executed."""
+        """Threads that are in a system call which is made to fail instead of being executed."""
         self._has_failed = False
         self._info = ctypes.create_string_buffer(INFO.size)
 
@@ -124,7 +126,7 @@ class Tracer:
                     return
 
     def _seize(self) -> None:
-        """Attach to all threads, including those created meanwhile."""
+        """Attach to all threads, including those that are created while this runs."""
         while missing := {int(task.name) for task in Path(f"/proc/{self._root}/task").iterdir()} - self._threads:
             for tid in missing:
                 self._threads.add(tid)
@@ -143,7 +145,7 @@ class Tracer:
         sys.stdout.flush()
 
     def _stopped(self, tid: int, reason: int, event: int) -> bool:
-        """Handle a stop of a thread and let it continue. Return True if a process was killed instead."""
+        """Handle a stop of a thread and let the thread continue. Return True if a process was killed instead."""
         if reason == signal.SIGTRAP | 0x80:
             if self._at_last(tid):
                 return True
@@ -180,7 +182,7 @@ class Tracer:
         return is_last
 
     def _fail(self, tid: int, name: str, path: str) -> None:
-        """Make the call that a thread is entering fail, by replacing its number with an invalid one."""
+        """Make the system call that a thread is entering fail: replace the call's number with an invalid one."""
         _ptrace(POKEUSER, tid, NUMBER_OF_CALL, -1)
         self._failing.add(tid)
         if not self._has_failed:
@@ -193,7 +195,7 @@ class Tracer:
         sys.stdout.flush()
 
     def _named(self, tid: int, call: int, arguments: list[int]) -> tuple[str, str]:
-        """Return the name and the path of a call that changes a file. Both are "" for other calls."""
+        """Return the name and path of a system call if it changes a file, otherwise "" for both."""
         if found := BY_DESCRIPTOR.get(call):
             return found[0], str(Path(f"/proc/{tid}/fd/{arguments[found[1]]}").readlink())
         if found := BY_PATH.get(call):
@@ -212,13 +214,13 @@ class Tracer:
         return "", ""
 
     def _kill(self, caller: int) -> list[int]:
-        """Kill the victims and return their pids. The calling thread is stopped and never executes its call."""
+        """Kill the victims and return their pids. The calling thread is stopped, so it never executes its call."""
         if self._who == "all":
             others = {_group(tid) for tid in self._threads} - {caller, 0}
             pids = [caller, *sorted(others)]
         else:
             pids = [self._root if self._who == "root" else caller]
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignored from here on, so that the kill is reported
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ignore SIGTERM from here on, so that the kill is reported.
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

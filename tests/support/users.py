@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def as_ordinary_user(*own: Path) -> Iterator[None]:
-    """Act as an ordinary user for the duration of the block. That user becomes the owner of these paths."""
+    """Act as an ordinary user during the block. These paths are given to that user."""
     if os.geteuid() != 0:
         yield
         return

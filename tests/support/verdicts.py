@@ -1,8 +1,8 @@
-"""Which mutated documents the Go agent accepts, from ``go_verdicts.json``.
+"""Reads from ``go_verdicts.json`` which mutated documents the Go agent accepts.
 
-The verdicts were recorded with ``json.Unmarshal`` into ``settings.Settings`` and ``settings.UpdateSettings``, and with
-``agent/action/runner.go``, at the cloudfoundry/bosh-agent commit that the file names. Each row stands for one place in
-a document, and contains one letter for each value that was tried there.
+The verdicts were recorded at the cloudfoundry/bosh-agent commit that the file names, with ``json.Unmarshal`` into
+``settings.Settings`` and ``settings.UpdateSettings``, and with ``agent/action/runner.go``. Each row stands for one
+member of a document. It contains one letter for each value that was tried there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 TABLE: Final[dict[str, Any]] = json.loads(Path(__file__).with_name("go_verdicts.json").read_text())
 ABSENT: Final = "<absent>"
-"""Stands for a missing member instead of a value."""
+"""Used in place of a value if the member is to be removed."""
 
 VERDICTS: Final = {"o": "ok", "r": "refused", "d": "dropped", "u": "unknown", "p": "panic"}
 
@@ -36,7 +36,7 @@ def mutated(document: Any, path: list[str | int], value: Any) -> Any:
 
 
 def cases(kind: str, name: str) -> Iterator[tuple[str, Any, str]]:
-    """Yield the place and value in words, the mutated document, and the verdict."""
+    """Yield a description of the change, the mutated document, and the verdict."""
     part = TABLE[kind][name]
     for path, letters in part["verdicts"].items():
         for value, letter in zip(TABLE["values"], letters, strict=True):

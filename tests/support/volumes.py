@@ -38,7 +38,7 @@ from agent_shim.services.disks.service import Copy, in_worker
 
 
 SKIPPED = 77
-"""The exit code of a child that skipped its test."""
+"""The exit code of a child process whose test was skipped."""
 
 
 def alone(test: Callable[..., Any]) -> Callable[..., None]:
@@ -83,7 +83,7 @@ def _run_in_child(test: Callable[..., Any], args: Any, kwargs: Any, report: int)
 
 
 def by(*ways: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Run a test with the argument ``instance`` once for each way in which the agent makes disks visible to jobs.
+    """Run a test once for each of these ways to make disks visible to jobs, with an ``instance`` that uses this way.
 
     ``links`` uses symlinks in a scratch directory, as any user. ``mounts`` uses bind mounts, as root in its own mount
     namespace, with a real ``/var/vcap`` and volumes in memory.
@@ -116,7 +116,7 @@ def by(*ways: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
 
 
 def drop_capabilities() -> None:
-    """Drop every capability permanently, like ``capabilities: drop: [ALL]`` in a pod. The user remains root."""
+    """Drop every capability permanently, as ``capabilities: drop: [ALL]`` does in a pod. The user is still root."""
     libc = ctypes.CDLL(None, use_errno=True)
     for number in range(64):
         libc.prctl(24, number, 0, 0, 0)  # PR_CAPBSET_DROP
@@ -146,8 +146,9 @@ def mount_overlay(point: Path, layers: Path) -> Path:
 
 
 def mount_ext4(point: Path, image: Path, size: int = 16 << 20, *more: str) -> Path:
-    """Mount an ext4 file system from an image file. Skip the test if no loop device is available. ``more`` are mkfs
-    options.
+    """Mount an ext4 file system from an image file. Skip the test if no loop device is available.
+
+    ``more`` are further options of mkfs.
     """
     with image.open("wb") as file:
         file.truncate(size)
@@ -178,7 +179,7 @@ sys.stdin.read()
 
 @contextmanager
 def holding(place: Path, how: str = "open", *, within: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process that keeps ``place`` busy through its cwd, or through an open, deleted or mapped file.
+    """Run a process that keeps ``place`` busy: with its working directory, or with an open, deleted or mapped file.
 
     ``within`` is put in front of the process's command line.
     """
@@ -196,7 +197,7 @@ def holding(place: Path, how: str = "open", *, within: Sequence[str] = ()) -> It
 
 HASTY = DiskTimeouts(arrival=0.3, use=0.3, grace=1.0, look=0.02, rival=0.3)
 PATIENT = msgspec.structs.replace(HASTY, arrival=60.0)
-"""Waits long enough for a volume that appears late, even on a busy machine."""
+"""Timeouts that are long enough for a volume that appears late, even on a busy machine."""
 
 
 async def copy_here(source: Path, target: Path, report: Callable[[Progress], None]) -> list[str]:
@@ -205,19 +206,20 @@ async def copy_here(source: Path, target: Path, report: Callable[[Progress], Non
 
 
 class InstanceWithVolumes:
-    """An instance with volumes. Its agent can be restarted and its container recreated.
+    """An instance with volumes. Its agent can be restarted, and its container can be recreated.
 
-    With ``bind``, the agent makes disks visible with bind mounts. ``persistent`` describes the disks in the settings.
+    With ``bind``, the agent makes disks visible with bind mounts. ``persistent`` lists the disks as the settings
+    describe them.
     """
 
     def __init__(
         self, scratch: Path, *, bind: bool | None, copy: Copy | None = copy_here, system: bool = False
     ) -> None:
-        """Create an instance. With ``bind`` None the agent decides how to mount, and with ``copy`` None a worker
+        """Create an instance. If ``bind`` is None, the agent decides how to mount. If ``copy`` is None, a worker
         copies.
         """
         self.holder: Callable[[Path], str] = lambda _: ""
-        """Returns the name of another agent that holds the lease of a volume, or ""."""
+        """A function that returns the name of another agent that holds the lease of a volume, or ""."""
         self.released: list[Path] = []
         """Private directories of the volumes that this agent has released."""
         self.timeouts = HASTY
@@ -233,7 +235,9 @@ class InstanceWithVolumes:
         self.start_container()
 
     def start_container(self) -> None:
-        """Create the empty directories of an image. If ``/var/vcap`` itself is used, it becomes a tmpfs."""
+        """Create the directories of an image, which are empty. If ``/var/vcap`` itself is used, a tmpfs is mounted
+        there.
+        """
         if self.paths.is_system:
             mount_tmpfs(self.paths.base)
         for path in (self.paths.bosh, self.paths.data, self.paths.store, self.paths.shim_run):
@@ -241,7 +245,7 @@ class InstanceWithVolumes:
         self.start_agent()
 
     def start_agent(self) -> None:
-        """Start a new agent, which has no memory of the previous one."""
+        """Start a new agent, which knows nothing about the previous agent."""
 
         async def copy(*what: Any) -> list[str]:
             return await (self.copy or in_worker)(*what)
@@ -288,13 +292,13 @@ class InstanceWithVolumes:
         return self.volume(cid)
 
     async def mount(self, *cids: str) -> None:
-        """Attach and mount disks: the first at the store, the second at the migration target."""
+        """Attach and mount disks. The first is mounted at the store, the second at the target of a migration."""
         for cid in cids:
             self.attach(cid)
             await self.disks.mount(cid)
 
     def cid_at(self, place: Path) -> str:
-        """Return the attached disk whose volume is visible at ``place``, or "" if there is none."""
+        """Return the cid of the disk whose volume is visible at ``place``, or "" if there is none."""
         return next((cid for cid in self.persistent if volumes.shows(place, self.volume(cid))), "")
 
     def mounts_on_store(self) -> int:
@@ -304,7 +308,7 @@ class InstanceWithVolumes:
         return markers.read(self.volume(cid))
 
     def write(self, name: str, text: str) -> None:
-        """Write a file into the store as a job does, whether or not a disk is mounted there."""
+        """Write a file into the store as a job does, even if no disk is mounted there."""
         (self.paths.store / name).write_text(text)
 
     def read(self, name: str) -> str:
@@ -312,7 +316,7 @@ class InstanceWithVolumes:
 
 
 class Asked:
-    """The parts of an agent that the disk actions use."""
+    """The parts of an agent that disk actions use."""
 
     def __init__(self, instance: InstanceWithVolumes) -> None:
         self.disks: Any = instance.disks
@@ -323,7 +327,7 @@ class Asked:
 
 
 class Killed(BaseException):
-    """Raised to simulate SIGKILL. It is a BaseException so that the code under test does not handle it."""
+    """Raised to simulate SIGKILL. As a BaseException, it is not handled by the code under test."""
 
 
 STEPS = [
@@ -341,12 +345,18 @@ MORE_THAN_ALL = 22
 
 
 async def migrate_until(step: int, instance: InstanceWithVolumes, old: str = "a", new: str = "b") -> bool:
-    """Migrate, and simulate a kill before change number ``step``. Return True if the migration needed fewer changes."""
+    """Migrate a disk, and simulate a kill before change number ``step``.
+
+    Return True if the migration ended before that because it needed fewer changes.
+    """
     return await killed_before(step, lambda: instance.disks.migrate(old, new))
 
 
 async def killed_before(step: int, request: Callable[[], Awaitable[object]]) -> bool:
-    """Make a request, and simulate a kill before change number ``step``. Return True if it needed fewer changes."""
+    """Make a request, and simulate a kill before change number ``step``.
+
+    Return True if the request ended before that because it needed fewer changes.
+    """
     left = step
 
     def until_then(real: Callable[..., object]) -> Callable[..., object]:
@@ -385,7 +395,7 @@ FILE_CAPABILITY = struct.pack("<IIIII", 0x02000001, 1 << 10, 0, 0, 0)
 
 
 def fill(tree: Path, *, as_root: bool = False) -> None:
-    """Fill a directory with every kind of file that a copy can get wrong."""
+    """Fill a directory with all kinds of files that a program may copy wrongly."""
     tree.mkdir(exist_ok=True)
     (tree / "db/wal").mkdir(parents=True)
     (tree / "db/data").write_bytes(os.urandom(300_000))
@@ -436,7 +446,7 @@ def fill(tree: Path, *, as_root: bool = False) -> None:
 
 
 def fingerprint(tree: Path, *, spared: frozenset[str] = frozenset({"lost+found", ".agent_shim"})) -> dict[str, Any]:
-    """Return everything that a copy must preserve, by path. For hard-linked files this includes all their names."""
+    """Return by path everything that a copy must preserve. For a hard-linked file, this includes all its names."""
     found: dict[str, Any] = {}
     names: dict[tuple[int, int], list[str]] = {}
     for here, below, inside in os.walk(tree):

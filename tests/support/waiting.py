@@ -1,4 +1,6 @@
-"""Lets tests wait for a condition: it is checked until it is true, however long a busy machine takes."""
+"""Lets tests wait for a condition. The condition is checked until it is true, however long that takes on a busy
+machine.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ TIMEOUT_S: Final = 120.0 * float(os.environ.get("SHIM_TEST_SLOW", "1"))
 FIRST_S: Final = 0.003
 LONGEST_S: Final = 0.05
 GROWTH: Final = 1.2
-"""Factor by which the interval between two checks grows. Most conditions become true soon and are noticed at once,
-while slow ones need few checks.
+"""Factor by which the interval between two checks grows. Most conditions become true soon and are noticed quickly, and
+slow ones need few checks.
 """
 
 Fact = TypeVar("Fact")

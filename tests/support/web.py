@@ -7,8 +7,9 @@ import urllib.request
 
 
 def page(url: str, timeout: float = 5) -> tuple[int, str]:
-    """Return the status and body of a page, even for an error status. Blocks. Raises ``URLError`` if it
-    cannot connect.
+    """Return the status and body of a page, even if the status is an error. Blocks.
+
+    Raises ``URLError`` if it cannot connect.
     """
     try:
         with urllib.request.urlopen(url, timeout=timeout) as answer:

@@ -1,9 +1,9 @@
 """Checks the invariants after each chaos case.
 
 ``remember`` records the reference state before the fault, and ``broken`` returns the violated invariants. ``Witness``
-does not rely on pidfiles or on the agent's replies. It reads the bus, the blobs of the applied spec, the process table
-and the mount table. A case declares the effects of its fault (``Stand.involved``, ``told``, ``failing``, ``lasting``,
-``moved``). Everything else must be the same as before.
+does not rely on pidfiles or on the agent's replies. It examines the bus, the blobs of the applied spec, the process
+table and the mount table. Each case declares the effects of its fault (``Stand.involved``, ``told``, ``failing``,
+``lasting``, ``moved``). Everything else must be the same as before.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ HALF_MADE: Final = re.compile(r"\.tmp-[0-9a-f]{8}$|\.part$")
 BUNDLE: Final = re.compile("[0-9a-f]{40}")
 """Pattern for the directory names of installed job and package versions."""
 DEAF: Final = 3.0
-"""Seconds for which pings are sent after a case. Each must be answered within ``PONG`` seconds."""
+"""Seconds for which pings are sent after a case. Each of them must be answered within ``PONG`` seconds."""
 PONG: Final = 1.0
 BUSY: Final = 30.0
-"""Seconds after which a busy machine no longer excuses a late ping."""
+"""Seconds after which a ping counts as late even on a busy machine."""
 SETTLED: Final = 10.0
 """Seconds within which jobs must reach their state, alerts must arrive, and ending processes must have exited."""
 BEAT: Final = 35.0
 """Seconds within which a heartbeat must arrive: the interval, and five more for a busy machine."""
 TASK: Final = 60.0
 PLAIN_TEXT: Final = "managed_disk_settings.json"
-"""This file is not parsed as JSON, because it contains only a disk cid, despite its name."""
+"""Despite its name, this file contains only a disk cid, so it is not parsed as JSON."""
 LARGE: Final = 8 << 20
-"""Size in bytes above which files are compared only by size."""
+"""Files above this size in bytes are compared only by size."""
 LOG: Final = "".join(f"{number} a line of the witness\n" for number in range(3000)).encode()
-"""Content of a log file that is written before the fault, and must be complete in an archive fetched afterwards."""
+"""Content of a log file that is written before the fault, and that must be complete in the logs fetched afterwards."""
 OWN: Final = "bpm"
 """Name of the job and the package that the agent itself provides."""
 Identity: TypeAlias = tuple[int, int]
 """Pid and start time of a process."""
 Entry: TypeAlias = tuple[int, str]
-"""Mode of a file and its digest. For a symlink the target takes the place of the digest, for a directory ""."""
+"""A file's mode and digest. For a symlink, the target replaces the digest. For a directory, the digest is ""."""
 PRIVATE_KEY: Final = re.compile(rb"PRIVATE KEY-----(.+?)-----END", re.DOTALL)
 
 
@@ -77,7 +77,7 @@ class Size:
     """Resident memory in bytes."""
 
     def beyond(self, before: Size) -> list[str]:
-        """Return the violations of I4: values that exceed the reference by more than is allowed."""
+        """Return the violations of I4, which are values that exceed the reference by more than allowed."""
         found = []
         if self.descriptors > before.descriptors + 5:
             found.append(f"I4: {self.descriptors} descriptors instead of {before.descriptors}")
@@ -90,7 +90,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Before:
-    """The reference state, which was observed before the fault."""
+    """The reference state, as it was before the fault."""
 
     size: Size
     starts: dict[str, list[int]]
@@ -109,7 +109,7 @@ class Before:
 
 
 class Witness:
-    """Checks the invariants of one stand."""
+    """Checks the invariants of one chaos-test environment."""
 
     def __init__(self, stand: Stand) -> None:
         self._stand = stand
@@ -136,12 +136,12 @@ class Witness:
         )
 
     def remember_memory(self) -> None:
-        """Record only the memory usage again."""
+        """Replace the memory usage in the reference state with the current one."""
         assert self._before is not None
         self._before = replace(self._before, size=replace(self._before.size, memory=self._stand.size().memory))
 
     async def broken(self) -> list[str]:
-        """Return the violated invariants, each with the observation."""
+        """Return the violated invariants, each with what was observed."""
         stand, before = self._stand, self._before
         if before is None:
             return ["I4: the case never called remember()"]
@@ -166,7 +166,7 @@ class Witness:
     # --- I2, I11 to I18: what the Director, the Health Monitor and the machine see ------------------------------------
 
     async def _settled(self) -> list[str]:
-        """Wait until jobs and processes are in the requested state, and return the violations of I15 and I16."""
+        """Wait until jobs and processes are in the requested state. Return the violations of I15 and I16."""
         ends_at, strange = time.monotonic() + SETTLED, set[Identity]()
         while True:
             seen = self._strangers()
@@ -204,7 +204,9 @@ class Witness:
         return found
 
     def _strangers(self) -> dict[Identity, str]:
-        """Return leftover job processes that do not belong to a running job, with their command lines."""
+        """Return the processes that jobs have left behind although they do not belong to a running job, with their
+        command lines.
+        """
         table, agent = proc.table(), self._stand.pid
         children = proc.children(table)
         marker = str(self._stand.world.base).encode()
@@ -230,7 +232,9 @@ class Witness:
         return found
 
     def _roots(self) -> dict[str, Identity]:
-        """Return the first process of each running job, from its latest recorded start or else from its pidfile."""
+        """Return the first process of each running job, from its latest recorded start or, without one, from its
+        pidfile.
+        """
         world, numbers = self._stand.world, self._numbers()
         starts = {name: pids[-1] for name, pids in world.starts().items() if pids}
         found = {}
@@ -248,7 +252,7 @@ class Witness:
         return {table[pid].identity: _line(pid) for pid in pids if pid in table}
 
     def _numbers(self) -> dict[int, int]:
-        """Map pids in the agent's pid namespace to ours. Empty if the agent runs in our namespace."""
+        """Map pids in the agent's PID namespace to pids in this process's namespace. Empty if the two are the same."""
         if not self._stand.world.is_apart:
             return {}
         found = {}
@@ -289,7 +293,7 @@ class Witness:
         return missing[:3] + other
 
     def _mounts(self) -> Counter[str]:
-        """Count the agent's mounts by mount point, root, type and source, without those that the machine itself has."""
+        """Count the agent's mounts by mount point, root, type and source. Mounts of the machine itself are left out."""
         found, ours = Counter[str](), (f"{self._stand.world.scratch}/", "/etc/", "/var/vcap")
         for line in Path(f"/proc/{self._stand.pid}/mountinfo").read_text().splitlines():
             words = line.split()
@@ -315,7 +319,7 @@ class Witness:
         return found
 
     def _deployed(self) -> dict[str, Entry]:
-        """Return the files of the deployment: everything below the job, package and monit directories."""
+        """Return the deployed files: everything below the job, package and monit directories."""
         base = self._stand.world.base
         found = {}
         for name in ("jobs", "packages", "monit/job", "data/jobs", "data/packages"):
@@ -325,7 +329,7 @@ class Witness:
         return found
 
     def modes(self) -> dict[str, int]:
-        """Return the modes of job and package files, by names that do not change with an apply."""
+        """Return the modes of job and package files, by names that an apply does not change."""
         base = self._stand.world.base
         return {
             str(path.relative_to(base)): path.lstat().st_mode
@@ -335,7 +339,7 @@ class Witness:
         }
 
     def changed(self, before: Before) -> list[str]:
-        """Compare the files of the deployment with the blobs of the applied spec and with the reference (I13)."""
+        """Compare the deployed files with the blobs of the applied spec and with the reference state (I13)."""
         stand, spec = self._stand, self._stand.world.applied
         if spec is None:
             return []
@@ -375,7 +379,9 @@ class Witness:
         return found[:3]
 
     def _blobs(self, spec: Mapping[str, Any]) -> dict[str, dict[str, dict[str, str] | None]]:
-        """Return the files of jobs and packages according to their blobs. The digest of a large file is None."""
+        """Return the files of jobs and packages according to their blobs. A large file has None in place of a
+        digest.
+        """
         kept = self._stand.world.kept
         assert kept is not None
 
@@ -447,7 +453,7 @@ class Witness:
         return found
 
     async def _compiled(self) -> list[str]:
-        """Compile a package and check the result. Used if no job is deployed that could run an errand."""
+        """Compile a package and check the result. This is done if no deployed job can run an errand."""
         stand = self._stand
         source = stand.world.blob("witness", archive({"packaging": "echo compiled > $BOSH_INSTALL_TARGET/witness\n"}))
         told = await stand.world.director.run(
@@ -460,7 +466,9 @@ class Witness:
             )
 
     async def _beats(self, before: Before) -> list[str]:
-        """Wait for a heartbeat and compare it with the state (I11). Compare the metrics with the observations (I18)."""
+        """Wait for a heartbeat and compare it with the state (I11). Compare the metrics with what was observed
+        (I18).
+        """
         stand, count = self._stand, len(self._heartbeats())
         ends_at = time.monotonic() + BEAT
         while len(self._heartbeats()) == count:
@@ -488,9 +496,9 @@ class Witness:
         return self._stand.monitor.of("heartbeat", AGENT)
 
     def _measured(self, before: Before, state: Mapping[str, Any]) -> list[str]:
-        """Compare the metrics with the observations (I18)."""
+        """Compare the metrics with what was observed (I18)."""
         stand = self._stand
-        beat_at = self._heartbeats()[-1].at  # read before the scrape, because the next heartbeat may arrive during it
+        beat_at = self._heartbeats()[-1].at  # The next heartbeat may arrive during the scrape.
         told = {
             label: float(value)
             for label, _, value in (line.rpartition(" ") for line in stand.scrape().splitlines())
@@ -513,7 +521,9 @@ class Witness:
         return found[:3] + self._counted(before)
 
     def _counted(self, before: Before) -> list[str]:
-        """Compare the alert counter with the number of received alerts. Further alerts may arrive meanwhile."""
+        """Compare the alert counter with the number of received alerts. More alerts may arrive during the
+        comparison.
+        """
         stand = self._stand
         since = stand.restarted_at if stand.ends else 0
 
@@ -536,7 +546,8 @@ class Witness:
     async def _deaf(self) -> list[str]:
         """Ping for some seconds, so that even a temporary failure to answer is noticed (I3).
 
-        A late ping is repeated if threads had to wait for a CPU during at least half of its second.
+        A late ping is no violation if threads waited for a CPU during at least half of its second. Another ping is then
+        sent instead.
         """
         begun_at = time.monotonic()
         ends_at, gives_up_at = begun_at + DEAF, begun_at + BUSY
@@ -553,7 +564,7 @@ class Witness:
         return []
 
     def _waits(self) -> dict[str, dict[str, float]]:
-        """Return how many seconds each thread of the agent, the bus and this process has waited for a CPU."""
+        """Return how many seconds each thread of the agent, of the bus and of this process has waited for a CPU."""
         found: dict[str, dict[str, float]] = {}
         for pid in (self._stand.pid, self._stand.world.server.pid, os.getpid()):
             found[str(pid)] = {}
@@ -581,8 +592,9 @@ class Witness:
         return [f"I5: {len(first & dead())} zombies older than 5 s"] if first & dead() else []
 
     async def _left(self) -> list[str]:
-        """Return unfinished files that are found twice. A file that is still being written is not among them, because
-        each write uses a new temporary name.
+        """Return the unfinished files that are found twice.
+
+        A file that is still being written is found only once, because each write uses a new temporary name.
         """
         if first := self._half_made():
             await asyncio.sleep(2)
@@ -594,14 +606,16 @@ class Witness:
         places = [base / name for name in ("bosh", "jobs", "packages", "instance", "monit")]
         places += [base / "data" / name for name in ("bosh", "jobs", "packages", "blobs", "sensitive_blobs", "compile")]
         left = {path for place in places for path in _walk(place) if HALF_MADE.search(path.name)}
-        kept = ("errand-",)  # output that is too long for a reply is kept until the next errand
+        kept = ("errand-",)  # Errand output that is too long for a reply is kept until the next errand.
         left |= self._strays()
         return left | {
             path for path in _walk(tmp) if not path.is_dir() and not path.relative_to(tmp).parts[0].startswith(kept)
         }
 
     def _strays(self) -> set[Path]:
-        """Return files in the job and package directories that are neither an installed version nor a link to one."""
+        """Return the files in the job and package directories that are neither an installed version nor a link to a
+        version.
+        """
         base, found = self._stand.world.base, set[Path]()
         for kind in ("jobs", "packages"):
             found |= {path for path in (base / "data" / kind).glob("*/*") if not BUNDLE.fullmatch(path.name)}
@@ -666,12 +680,14 @@ class Witness:
         return found
 
     def secrets(self) -> dict[str, bytes]:
-        """Return the secrets in use by name: the canary in the settings, and each of the agent's private keys."""
+        """Return the secrets in use by name: the canary in the settings, and the agent's private keys."""
         keys = {f"a private key for the bus ({number})": key for number, key in enumerate(sorted(self._keys()))}
         return {"a secret in the settings": CANARY.encode(), **keys}
 
     def _keys(self) -> set[bytes]:
-        """Return one long line of each key, because a single line looks the same in PEM, in JSON and in a log."""
+        """Return one long line of each private key, because a single line looks the same in PEM, in JSON and in a
+        log.
+        """
         keys = set()
         for path in (
             self._stand.world.source,
@@ -693,7 +709,7 @@ class Witness:
 
 
 def longest_waits(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> float:
-    """Return the sum over all processes of the longest time that one thread of the process waited between two
+    """Return a sum over all processes: the longest time that a thread of the process has waited between two
     readings.
     """
     return sum(

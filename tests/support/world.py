@@ -30,7 +30,10 @@ NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.
 
 @dataclass
 class LocalAgent:
-    """The agent. ``call`` returns the reply that the bus would get. ``asked`` lists the calls of ``EdgeCallbacks``."""
+    """An agent in this process.
+
+    ``call`` returns the reply that would go over the bus. ``asked`` lists the calls of ``EdgeCallbacks``.
+    """
 
     agent: Agent
     dispatcher: Dispatcher
@@ -54,7 +57,7 @@ class LocalAgent:
         return document
 
     async def run(self, method: str, *arguments: Any, protocol: int = 3) -> dict[str, Any]:
-        """Run an action and return its final reply. A task is polled until it ends."""
+        """Run an action and return its final reply. If it is a task, poll it until it ends."""
         reply = await self.call(method, *arguments, protocol=protocol)
         async with asyncio.timeout(60):
             while is_running(reply):
@@ -81,7 +84,7 @@ def is_running(reply: dict[str, Any]) -> bool:
 
 
 def write_settings(base: Path, **members: Any) -> Path:
-    """Write the settings file of a CPI, with a local blobstore in ``base/blobstore``, and return its path."""
+    """Write the settings file that a CPI would write, with a local blobstore in ``base/blobstore``. Return its path."""
     (base / "blobstore").mkdir(parents=True, exist_ok=True)
     path = base / "settings-source.json"
     document = {

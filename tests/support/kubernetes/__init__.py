@@ -1,1 +1,1 @@
-"""Runs a Kubernetes node with the CPI on it, and makes the calls of a Director."""
+"""Runs a Kubernetes node with the CPI, and makes the same calls as a Director."""

@@ -1,4 +1,4 @@
-"""An API server with etcd but no nodes and no controllers, for tests of what the API server itself decides."""
+"""An API server with etcd but without nodes and controllers, for tests of what the API server accepts and rejects."""
 
 from __future__ import annotations
 

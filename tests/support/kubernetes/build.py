@@ -1,7 +1,8 @@
 """Builds Kubernetes from Debian's source package, which contains all dependencies, so nothing else is downloaded.
 
-Only bookworm's package allows this, because later ones are built against libraries of the distribution. Its Kubernetes
-is an old version without security support, which is acceptable for tests on one machine but never for production.
+Only bookworm's package contains the dependencies. Later packages are built against the distribution's libraries.
+bookworm's Kubernetes is an old version without security support, which is acceptable for tests on one machine but never
+for production.
 """
 
 from __future__ import annotations
@@ -44,16 +45,17 @@ class DebianSource:
 
 
 def cached(cache: Path) -> Path:
-    """Return the directory of the four programs. It is built once for each source version, compiler and set of flags.
+    """Return the directory with the four programs. They are built once for each source version, compiler and set of
+    flags.
 
-    Needs golang-go, dpkg-dev, jq, rsync and make. Raises ``ShimError`` if one is not available.
+    Needs golang-go, dpkg-dev, jq, rsync and make. Raises ``ShimError`` if one of them is not available.
     """
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="building-", dir=cache) as scratch:
         apt = _Apt(Path(scratch))
         source = apt.source("kubernetes")
         compiler = _run(["go", "version"]).strip()
-        # Hash only the build recipe, so that a changed import in this module does not cause a build of half an hour.
+        # Hash only the build recipe. Otherwise a changed import in this module would cause a build of half an hour.
         recipe = f"{inspect.getsource(_build)} {PROGRAMS} {TAGS}"
         parts = {"source": f"{source.version} {source.digest}", "compiler": compiler, "recipe": recipe}
         key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -103,9 +105,9 @@ def _build(tree: Path, source: DebianSource, scratch: Path) -> Path:
 
 
 class _Apt:
-    """Runs apt with source packages enabled in addition to this machine's sources.
+    """Runs apt with this machine's sources and with source packages enabled.
 
-    The machine's own lists are not changed.
+    The machine's own package lists do not change.
     """
 
     def __init__(self, scratch: Path) -> None:
@@ -131,14 +133,14 @@ class _Apt:
         return DebianSource(found[1], found[2])
 
     def unpacked(self, package: str) -> Path:
-        """Download a package's sources, verify their digests, apply Debian's patches, and return the directory."""
+        """Download a package's source, verify the digests, apply Debian's patches, and return the directory."""
         _run(["apt-get", "source", "-qq", package], env=self._environment, cwd=self._scratch)
         (tree,) = (path for path in self._scratch.glob(f"{package}-*") if path.is_dir())
         return tree
 
 
 def _debian() -> str:
-    """Return an apt source for source packages, at the mirror from which this machine gets its Debian packages."""
+    """Return an apt source for source packages. It uses the mirror from which this machine gets its Debian packages."""
     said = _run(["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", "Label: Debian"])
     if not said.strip():
         raise ShimError("cannot build kubernetes: apt knows no packages of Debian here; apt-get update may help")

@@ -24,7 +24,7 @@ LIMIT_S: Final = 180.0
 
 
 class CpiCallError(Exception):
-    """An error in a response. ``kind`` is its type without ``Bosh::Clouds::``."""
+    """An error response. ``kind`` is the error's type without ``Bosh::Clouds::``."""
 
     def __init__(self, kind: str, message: str, *, ok_to_retry: bool) -> None:
         super().__init__(f"{kind}: {message}")
@@ -35,7 +35,9 @@ class CpiCallError(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """One operation: its method, its duration in seconds without the ``info`` call, and its stderr output."""
+    """A CPI call: its method, its duration in seconds without the preceding ``info`` call, and what it wrote to
+    stderr.
+    """
 
     method: str
     seconds: float
@@ -44,7 +46,7 @@ class Call:
 
 @dataclass
 class Cpi:
-    """The CPI program with its configuration. ``home`` is the home directory of the Director worker's user."""
+    """The CPI program with its configuration. ``home`` is the home directory of the user that runs Director workers."""
 
     command: Sequence[str]
     home: Path
@@ -90,7 +92,7 @@ class Cpi:
 
 
 def of_this_tree(config: Path, home: Path, **members: Any) -> Cpi:
-    """Return the CPI of this source tree, started as the job of the release does."""
+    """Return the CPI of this source tree, which is started in the same way as by the release's job."""
     return Cpi([sys.executable, "-c", START, "--config", str(config)], home, **members)
 
 

@@ -1,4 +1,4 @@
-"""A namespace created from deploy/cpi, a CPI that uses its service account's token, and the Director's records."""
+"""A namespace created from deploy/cpi, a CPI that uses the namespace's service account, and the Director's records."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STORAGE: Final = {
 
 @dataclass(frozen=True)
 class Way:
-    """One of the CPI's ways to attach disks, and the Pod Security level of a namespace in which it is used."""
+    """One of the CPI's ways to attach disks, with the Pod Security level of a namespace in which this way is used."""
 
     name: str
     attach: str
@@ -65,15 +65,15 @@ WAYS: Final = (
 
 @dataclass
 class Site:
-    """The namespace of one Director."""
+    """The namespace that one Director uses."""
 
     namespace: Namespace
     deployments: Deployments
     way: Way
     hosted: Path
-    """Directory on the node below which disks are mounted when they are attached live."""
+    """Directory on the node below which live disks are mounted."""
     spare: DeployedInstance | None = None
-    """An instance that a successful flow has left for the next flow to use."""
+    """An instance that a successful flow leaves for the next flow."""
 
     @property
     def cpi(self) -> calls.Cpi:
@@ -86,7 +86,7 @@ class Site:
 
     @contextmanager
     def vm_type(self, **properties: Any) -> Iterator[None]:
-        """Change the cloud properties of VMs for the duration of the block. None removes a property."""
+        """Change the cloud properties of VMs during the block. A property that is None is removed."""
         before = self.deployments.vm_type
         self.deployments.vm_type = {key: one for key, one in (before | properties).items() if one is not None}
         try:
@@ -108,14 +108,14 @@ class Site:
         return await self.namespace.pod(instance.vm).exec(*command)
 
     async def write(self, instance: DeployedInstance) -> None:
-        """Write the file that no flow may lose, once as root, like a job, and once as vcap."""
+        """Write the file that must still exist after every flow, once as root, as a job would, and once as vcap."""
         instance.kept = uuid.uuid4().hex
         await self.exec(instance, "sh", "-c", f"echo {instance.kept} >/var/vcap/store/{deployments.KEPT}; sync")
         await self.exec(instance, "sh", "-ec", _AS_VCAP)
 
     async def check(self, *instances: DeployedInstance) -> None:
-        """Check the invariants of a flow: jobs run, the file still exists, and every object is in the Director's
-        records.
+        """Check the invariants after a flow: jobs run, the file still exists, and the Director has a record of every
+        object.
         """
         for instance in instances:
             if instance.vm:
@@ -134,15 +134,15 @@ class Site:
         self.spare = next((one for one in instances if one.vm and one.disk), None)
 
     async def _until_ended(self) -> None:
-        """Wait until the cluster has removed deleted objects, which takes a while."""
+        """Wait until the cluster has removed all deleted objects, which takes a while."""
         async with asyncio.timeout(LIMIT):
             while any(_is_ending(one) for one in await self.unheld()):
                 await asyncio.sleep(0.5)
 
     async def unheld(self) -> list[Document]:
-        """Return all objects, without deleted claims that a pod still has mounted.
+        """Return all objects, except deleted claims that a pod still has mounted.
 
-        The cluster removes those claims and their files as soon as the pod is gone.
+        The cluster removes those claims and their files as soon as the pod has ended.
         """
         found = await self.objects()
         pods = [one for one in found if one["kind"] == "Pod" and not _is_ending(one)]
@@ -163,7 +163,7 @@ class Site:
         return is_known and (bool(vm or disk) or one["metadata"]["name"] in vms | disks)
 
     def stray_mounts(self) -> Iterator[str]:
-        """Return the mounts that remain on nodes in directories of deleted VMs."""
+        """Return the mounts that are left on nodes in the directories of deleted VMs."""
         lines = [line for one in self.namespace.node.workers for line in one.mounts.read_text().splitlines()]
         for point in (Path(line.split()[4]) for line in lines):
             if self.hosted in point.parents and not any(vm in str(point) for vm in self.deployments.vms):
@@ -185,7 +185,7 @@ class Site:
                 assert list(beyond_baseline(one["spec"])) == [], one["metadata"]["name"]
 
     async def check_secrets(self) -> None:
-        """Check that secrets in requests were stored only in Secrets, and not in other objects, events or logs."""
+        """Check that secrets from requests are stored only in Secrets, and not in other objects, events or logs."""
         places = [json.dumps(one) for one in await self.objects() if one["kind"] != "Secret"]
         places.append(await self.namespace.kubectl("get", "events", "-o", "json"))
         places += [call.said for call in self.cpi.calls]
@@ -221,7 +221,7 @@ BASELINE_CAPABILITIES: Final = frozenset(
 
 
 def beyond_baseline(spec: Document) -> Iterator[str]:
-    """Return the fields of a pod that the Pod Security level ``baseline`` rejects.
+    """Yield the fields of a pod that the Pod Security level ``baseline`` rejects.
 
     Source: the Pod Security Standards in the Kubernetes documentation.
     """
@@ -244,7 +244,7 @@ def beyond_baseline(spec: Document) -> Iterator[str]:
 
 
 def manifests(level: str, namespace: str) -> list[Document]:
-    """Return the manifests of deploy/cpi for a Pod Security level, with their namespace replaced."""
+    """Return the manifests in deploy/cpi for a Pod Security level, with the namespace replaced."""
     kubectl = shutil.which("kubectl")
     assert kubectl is not None
     where = ROOT / "deploy/cpi" / level
@@ -262,7 +262,7 @@ def manifests(level: str, namespace: str) -> list[Document]:
 
 @asynccontextmanager
 async def site(node: FirstNode, way: Way, scratch: Path, **config: Any) -> AsyncIterator[Site]:
-    """Run a Director with this CPI in a new namespace."""
+    """Run a Director that uses this CPI in a new namespace."""
     namespace = Namespace(node, f"test-{secrets.token_hex(4)}", scratch)
     await namespace.create()
     documents = manifests(way.level, namespace.name)
@@ -303,7 +303,7 @@ async def _config(namespace: Namespace, way: Way, mbus: str, hosted: Path) -> Do
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Document:
-    """Merge hashes at every depth, and replace everything else."""
+    """Merge hashes at every depth. Replace all other values."""
     both = dict(below)
     for key, value in above.items():
         before = both.get(key)

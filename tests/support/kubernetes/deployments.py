@@ -1,5 +1,5 @@
-"""A scripted Director that manages deployments on a cluster. It calls the CPI and agents in the same order as the real
-one.
+"""A scripted Director that manages deployments on a cluster. It calls the CPI and the agents in a real Director's
+order.
 
 The order comes from src/bosh-director/lib/bosh/director: deployment_plan/steps, instance_updater, disk_manager.rb,
 vm_creator.rb, problem_handlers, jobs/vm_state.
@@ -36,12 +36,12 @@ NETWORKS: Final = {
 READY_S: Final = 90.0
 """Time limit in seconds for an agent to answer. The Director waits 600 s."""
 KEPT: Final = "written-at-the-beginning"
-"""Name of the file that no flow may lose."""
+"""Name of a file on the disk that must still exist after every flow."""
 
 
 @dataclass
 class CpiEnvironment:
-    """The environment of a CPI: a bus that revokes bootstrap credentials, and a blobstore, both reachable from pods."""
+    """The environment of a CPI: a bus that revokes bootstrap credentials, and a blobstore. Pods can reach both."""
 
     address: str
     server: NatsServer
@@ -87,7 +87,7 @@ async def world(address: str, scratch: Path) -> AsyncIterator[CpiEnvironment]:
 
 @dataclass
 class DeployedInstance:
-    """An instance in the Director's database. ``vm`` and ``agent`` are "" while it has no VM."""
+    """An instance in the Director's database. While it has no VM, ``vm`` and ``agent`` are ""."""
 
     group: str
     index: int = 0
@@ -105,7 +105,7 @@ class DeployedInstance:
 
 @dataclass
 class DynamicDisk:
-    """A row of the Director's table ``dynamic_disks``. ``vm`` is "" while it is not attached."""
+    """A row of the Director's table ``dynamic_disks``. While the disk is not attached, ``vm`` is ""."""
 
     name: str
     cid: str
@@ -124,7 +124,7 @@ class Deployments:
         self.disk_type: dict[str, Any] = {}
         self.disk_size_mib = 64
         self.files: dict[str, str] = {}
-        """Additional files of its jobs. A usual file of the same name is replaced."""
+        """Additional files of the jobs. They replace usual files of the same name."""
         self.dynamic_disks: dict[str, DynamicDisk] = {}
         self.vms: set[str] = set()
         self.disks: set[str] = set()
@@ -170,7 +170,7 @@ class Deployments:
         await world.server.add_agent(agent, bootstrap=False)
 
     async def delete_vm(self, instance: DeployedInstance) -> None:
-        """Delete the VM, and with it the agent's user on the bus."""
+        """Delete the VM, and also the agent's user on the bus."""
         with contextlib.suppress(CpiCallError):
             await self._delete_vm(instance)
         instance.vm = instance.agent = ""
@@ -186,11 +186,11 @@ class Deployments:
             await self.world.server.remove_agent(instance.agent)
 
     async def until_ready(self, instance: DeployedInstance) -> None:
-        """Ping the agent once a second, as the Director does, but with a shorter time limit."""
+        """Ping the agent once a second, as the Director does, but give up sooner."""
         await self.world.agents.wait_until_ready(instance.agent, timeout=READY_S)
 
     async def ask(self, instance: DeployedInstance, method: str, *arguments: Any) -> Any:
-        """Run an action, wait until it ends, and return its value."""
+        """Run an action, wait until it has ended, and return its value."""
         return await self.world.agents.run(instance.agent, method, *arguments)
 
     # --- disks --------------------------------------------------------------------------------------------------------
@@ -226,9 +226,9 @@ class Deployments:
     # --- dynamic disks ------------------------------------------------------------------------------------------------
 
     async def provide_dynamic_disk(self, instance: DeployedInstance, name: str) -> str:
-        """Create a dynamic disk and attach it, as far as that is not done yet.
+        """Create a dynamic disk and attach it, unless it exists or is attached already.
 
-        Return its cid. This is ``POST /dynamic_disks/provide`` (jobs/dynamic_disks).
+        Return its cid. The Director does this for ``POST /dynamic_disks/provide`` (jobs/dynamic_disks).
         """
         disk = next((one for one in self.dynamic_disks.values() if one.name == name), None)
         if disk is None:
@@ -323,7 +323,7 @@ class Deployments:
     # --- flows --------------------------------------------------------------------------------------------------------
 
     async def first_deploy(self, group: str = "db", *, with_disk: bool = True) -> DeployedInstance:
-        """``bosh deploy`` of a new instance, with a disk on which a job then writes a file."""
+        """``bosh deploy`` of a new instance. If it has a disk, a job then writes a file to the disk."""
         instance = DeployedInstance(group)
         await self.create_vm(instance)
         await self.connect(instance)
@@ -358,7 +358,7 @@ class Deployments:
         await self.new_vm(instance)
 
     async def resurrect(self, instance: DeployedInstance) -> None:
-        """Recreate a VM as the Health Monitor's scan-and-fix and cck's "Recreate VM" do, without asking the agent."""
+        """Recreate a VM without asking the agent, as the Health Monitor's scan-and-fix and cck's "Recreate VM" do."""
         await self.delete_vm(instance)
         await self.new_vm(instance)
 
@@ -380,7 +380,7 @@ class Deployments:
         await self.delete_vm(old)
 
     async def grow_by_migration(self, instance: DeployedInstance, size_mib: int) -> str:
-        """Replace the disk by a new one of another size, to which the agent copies the files.
+        """Replace the disk with a new disk of another size, to which the agent copies the files.
 
         Return the cid of the old disk, which is now orphaned.
         """
@@ -441,7 +441,7 @@ class Deployments:
         return found
 
     async def is_unresponsive(self, instance: DeployedInstance) -> bool:
-        """Return whether a ping fails, which is how the Health Monitor and cck decide."""
+        """Return True if a ping fails. The Health Monitor and cck decide in the same way."""
         try:
             await self.world.agents.value(instance.agent, "ping", timeout=2.0)
         except RpcTimeoutError:

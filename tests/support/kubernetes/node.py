@@ -1,4 +1,4 @@
-"""A single-node cluster. It runs in the namespaces that ``run_as_node`` has created, and ends together with them.
+"""A single-node cluster. It runs in the namespaces that ``run_as_node`` has created, and ends when they end.
 
 A test may add a second node, which has its own network, mounts and container runtime.
 """
@@ -23,7 +23,7 @@ import pytest
 from tests.support import pods
 
 NODE: Final = "SHIM_TEST_NODE"
-"""Environment variable with the directory of the node. ``run_as_node`` puts these files into the directory:"""
+"""Environment variable with the node's directory, into which ``run_as_node`` puts these files:"""
 PROGRAMS: Final = "programs"
 IMAGES: Final = "images.tar"
 
@@ -41,7 +41,7 @@ SECOND_PODS: Final = "203.0.113.0/25"
 SERVICES: Final = "198.51.100.0/24"
 API: Final = f"https://{ADDRESS}:6443"
 API_SERVICE: Final = "198.51.100.1:443"
-"""Address of the API server for pods, ``kubernetes.default.svc``."""
+"""Address at which pods reach the API server, ``kubernetes.default.svc``."""
 ETCD: Final = "http://127.0.0.1:2379"
 CONTAINERD: Final = "/run/containerd/containerd.sock"
 TIMEOUT_S: Final = 120.0
@@ -70,8 +70,8 @@ COREFILE: Final = """
 }}
 """
 
-# The kubelet and the runtime use these directories at fixed paths. The second node gets its own, but shares the volumes
-# with the first node, as if they were on network storage.
+# The kubelet and the runtime use these directories at fixed paths. The second node gets its own copies of them, but
+# shares the volumes with the first node as if they were on network storage.
 ENTER_SECOND: Final = """
 set -eu
 mount --make-rshared /
@@ -129,7 +129,7 @@ class KubeletNode:
         return done.stdout
 
     def digest(self) -> str:
-        """Return the digest under which the runtime has this project's image."""
+        """Return the digest of this project's image in the runtime."""
         for line in self.ctr("images", "list").splitlines():
             name, _, digest, *_ = line.split()
             if name == f"{pods.IMAGE}:latest":
@@ -166,13 +166,13 @@ class KubeletNode:
             "failSwapOn": False,
             "makeIPTablesUtilChains": False,
             "enableControllerAttachDetach": False,
-            # Keep the limits unchanged, because some machines do not allow raising them.
+            # Do not change these limits, because some machines do not allow raising them.
             "oomScoreAdj": 0,
             "maxOpenFiles": 16384,
             "clusterDNS": [DNS],
             "clusterDomain": "cluster.local",
             "resolvConf": str(self.where / "resolv.conf"),
-            # Ignore how full the machine's disk is, so that the kubelet neither removes images nor evicts pods.
+            # Ignore how full the machine's disk is. Otherwise the kubelet might remove images or evict pods.
             "imageGCHighThresholdPercent": 100,
             "evictionHard": {"memory.available": "50Mi"},
             "syncFrequency": "2s",
@@ -192,7 +192,7 @@ class KubeletNode:
         if self.minor < 24:
             options["container-runtime"] = "remote"
         if self.minor >= 31:
-            # Accept cgroup v1, which the machine that runs the tests may have.
+            # The machine that runs the tests may have cgroup v1.
             config["failCgroupV1"] = False
         options["config"] = self._write("kubelet.json", config)
         self._spawn([self._program("kubelet"), *_options(options)])
@@ -232,7 +232,7 @@ class FirstNode(KubeletNode):
     def __init__(self, where: Path) -> None:
         super().__init__(where, where, NAME, ADDRESS)
         self.times: dict[str, float] = {}
-        """Seconds from the start of the node until each step was complete."""
+        """Seconds from the start of the node to the end of each step."""
         self.workers: list[KubeletNode] = [self]
 
     def start(self) -> None:
@@ -253,7 +253,7 @@ class FirstNode(KubeletNode):
 
     @contextmanager
     def second(self) -> Iterator[KubeletNode]:
-        """Run another node for the duration of the block. Its pods must be deleted before the block ends."""
+        """Run a second node during the block. Its pods must be deleted before the block ends."""
         made = Second(self)
         self.workers.append(made)
         try:
@@ -269,14 +269,14 @@ class FirstNode(KubeletNode):
         return self.where / "api/apiserver.crt"
 
     def _connect(self) -> None:
-        """Assign the node an address that pods can reach through their bridge."""
+        """Give the node an address that pods can reach through their bridge."""
         for command in (f"link add {NAME} type bridge", f"address add {ADDRESS}/25 dev {NAME}", f"link set {NAME} up"):
             _ip(command)
         self._network(PODS)
 
     def _start_control_plane(self) -> None:
         etcd = {"listen-client-urls": ETCD, "advertise-client-urls": ETCD, "listen-peer-urls": "http://127.0.0.1:2380"}
-        # etcd's data is discarded at the end, so there is no need to sync it to disk.
+        # etcd's data is discarded at the end, so it need not be synced to disk.
         self._spawn(["etcd", "--data-dir", str(self.where / "etcd"), "--unsafe-no-fsync", *_options(etcd)])
         self._write_credentials()
         key = self.where / "service-accounts.pem"
@@ -312,7 +312,9 @@ class FirstNode(KubeletNode):
         self._spawn([self._program("kube-scheduler"), *_options({**client, "cert-dir": self.where / "scheduler"})])
 
     def _start_network_programs(self) -> None:
-        """Start the cluster's DNS and the program that enforces NetworkPolicies, if they are available."""
+        """Start the cluster's DNS server and the program that enforces NetworkPolicies, if these programs are
+        available.
+        """
         kubeconfig = self.where / "kubeconfig"
         if self.has("coredns"):
             _ip(f"address add {DNS}/32 dev {NAME}")
@@ -323,7 +325,7 @@ class FirstNode(KubeletNode):
             to = ["-d", address, "-p", "tcp", "--dport", port, "-j", "DNAT", "--to-destination", f"{ADDRESS}:6443"]
             subprocess.run(["iptables", "-t", "nat", "-A", "PREROUTING", *to], check=True)
         if self.has("kube-router"):
-            # Packets between pods only cross the bridge, so iptables would not see them without this setting.
+            # Packets between pods only cross the bridge, where iptables sees them only with this setting.
             Path("/proc/sys/net/bridge/bridge-nf-call-iptables").write_text("1")
             parts = {"run-router": "false", "run-service-proxy": "false", "run-firewall": "true"}
             options = {**parts, "kubeconfig": kubeconfig, "hostname-override": NAME, "iptables-sync-period": "1s"}
@@ -387,7 +389,7 @@ class Second(KubeletNode):
         for part in reversed(self._parts):
             part.terminate()
             part.wait()
-        # Containers of deleted pods may keep the network namespace for a while, so delete its link explicitly.
+        # Containers of deleted pods may keep the network namespace for a while, so delete its link here.
         _ip(f"link delete {SECOND}")
         self.kubectl("delete", "node", SECOND)
         shutil.rmtree(self.where, ignore_errors=True)

@@ -60,14 +60,14 @@ class Namespace:
     scratch: Path
 
     async def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
-        """Return the output of a kubectl command for this namespace. The command must succeed."""
+        """Run a kubectl command in this namespace and return its output. The command must succeed."""
         done = await asyncio.to_thread(self.node.kubectl, f"--namespace={self.name}", *arguments, stdin=stdin)
         if done.returncode != 0:
             pytest.fail(f"kubectl {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
         return done.stdout
 
     async def create(self) -> None:
-        """Create the namespace, and wait for its default account, without which no pod is admitted."""
+        """Create the namespace, and wait for its default service account, without which no pod is admitted."""
         await self.kubectl("create", "namespace", self.name)
         async with asyncio.timeout(LIMIT):
             while await self.kubectl("get", "serviceaccounts", "-o", "name") == "":
@@ -80,7 +80,7 @@ class Namespace:
         await self.kubectl("apply", "--filename=-", stdin=text)
 
     def volume(self, claim: str) -> Path:
-        """Return the directory of the volume that is bound to a claim."""
+        """Return the directory of the volume to which a claim is bound."""
         return self.scratch / "volumes" / claim
 
     def pod(self, name: str) -> Pod:
@@ -144,11 +144,11 @@ class Pod:
         return found
 
     async def until_ready(self, wanted: bool = True) -> None:
-        """Wait until the kubelet reports the pod as ready, or with ``wanted`` False as not ready."""
+        """Wait until the kubelet reports the pod as ready, or as not ready if ``wanted`` is False."""
         await self.until(lambda pod: _is_ready(pod) is wanted, "ready" if wanted else "not ready")
 
     async def until(self, is_so: Any, what: str) -> Document:
-        """Wait until the object meets a condition. Return the object."""
+        """Wait until the pod object meets a condition. Return the object."""
         pod: Document = {}
         try:
             async with asyncio.timeout(LIMIT):
@@ -182,14 +182,14 @@ class Pod:
                     await asyncio.sleep(0.1)
 
     async def kill(self) -> None:
-        """Kill process 1, as a crash would, and wait until the kubelet has started another."""
+        """Kill PID 1, as a crash would, and wait until the kubelet has started a new container."""
         before = await self.container()
         (pid,) = await self._processes(before)
         os.kill(pid, signal.SIGKILL)
         await self.until(lambda pod: _restarts(pod) > before["restartCount"], "restarted")
 
     async def _processes(self, container: Document) -> list[int]:
-        """Return a list with the pid of the container's process 1, or an empty list if the container has ended."""
+        """Return a list with the host pid of the container's PID 1, or an empty list if the container has ended."""
         number = container["containerID"].removeprefix("containerd://")
         tasks = await asyncio.to_thread(self.namespace.node.ctr, "tasks", "list")
         return [
@@ -197,19 +197,21 @@ class Pod:
         ]
 
     async def delete_without_grace(self) -> None:
-        """Delete the pod by force and wait until its process has exited, which happens after the object is gone."""
+        """Delete the pod by force and wait until its process has exited. That happens only after the object has been
+        removed.
+        """
         container = await self.container()
         await self.namespace.kubectl("delete", "pod", self.name, "--force", "--grace-period=0")
         await self.until_ended(container)
 
     async def until_ended(self, container: Document) -> None:
-        """Wait until a container has no process left, which may be long after its pod was deleted."""
+        """Wait until a container has no process left, which may be long after its pod has been deleted."""
         async with asyncio.timeout(LIMIT):
             while await self._processes(container):
                 await asyncio.sleep(0.1)
 
     async def delete(self) -> None:
-        """Delete the pod as a user does, with its grace period, and wait until it is gone."""
+        """Delete the pod with its grace period, as users do, and wait until it has been removed."""
         await self.namespace.kubectl("delete", "pod", self.name)
 
     async def end(self) -> tuple[int, str]:
@@ -217,7 +219,7 @@ class Pod:
 
         The preStop hook, grace period and signals are the same as for a deleted pod. However, a deleted pod may vanish
         before the kubelet has reported how its container ended. Here the container is restarted, so the status of the
-        ended one remains available.
+        ended container remains available.
         """
         before = (await self.container())["restartCount"]
         await self.exec("touch", END)
@@ -231,6 +233,6 @@ def _is_ready(pod: Document) -> bool:
 
 
 def _restarts(pod: Document) -> int:
-    """Return how often its container was restarted."""
+    """Return how often the pod's container was restarted."""
     statuses = pod["status"].get("containerStatuses", [])
     return sum(int(one["restartCount"]) for one in statuses if "running" in one["state"])

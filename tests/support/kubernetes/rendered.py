@@ -50,8 +50,10 @@ SERVE: Final = f"#!/bin/sh\nexec python3 -m http.server --directory /var/vcap/jo
 
 
 def make(podman: Podman, renderer: str, where: Path) -> str:
-    """Follow docs/without-director.md: write the manifests to ``where/rendered``, and build the image of the init
-    container. Return the image.
+    """Follow docs/without-director.md: write the manifests to ``where/rendered``, and build the image for the init
+    container.
+
+    Return the name of the image.
     """
     release = where / "peers"
     templates = release / "jobs/peers/templates"

@@ -1,7 +1,7 @@
 """Runs a command in new namespaces in which it can start a Kubernetes node. Missing programs are built first.
 
-The whole node (etcd, the API server, containerd, the kubelet and the containers) shares one network, mount and pid
-namespace with the command, and ends with it. Its mounts, addresses and ports are not visible outside.
+The whole node (etcd, the API server, containerd, the kubelet and the containers) shares one network, mount and PID
+namespace with the command, and ends when the command ends. Its mounts, addresses and ports are not visible outside.
 
 ``KUBERNETES_PROGRAMS`` names a directory with the four programs of another Kubernetes version. It must also contain
 etcd, containerd and runc if that version needs newer versions than this machine has. If it contains CoreDNS and
@@ -25,9 +25,9 @@ from tests.support import pods
 from tests.support.kubernetes import build, rendered
 from tests.support.kubernetes.node import CGROUPS, IMAGES, NODE, PAUSE, PROGRAMS
 
-# The kubelet would set these kernel parameters for the whole machine, so files are mounted in their place for it to
-# write to. Directories with fixed paths, such as /var/log, are replaced by the node's own. The mount tree is shared,
-# because containers with a mount propagation other than "private" need that.
+# The kubelet would set these kernel parameters for the whole machine. Therefore, ordinary files are mounted over them,
+# to which the kubelet can write. Directories with fixed paths, such as /var/log, are replaced with the node's own
+# directories. The mount tree is shared, because containers with a mount propagation other than "private" need that.
 ENTER = """
 set -eu
 mount --make-rshared /
@@ -55,7 +55,7 @@ exec catatonit -- "$@"
 def run_as_node(command: list[str]) -> int:
     """Run a command in new namespaces, in which it can start a node (``node.FirstNode``).
 
-    Return its exit code, or 1 if there is none.
+    Return the command's exit code, or 1 if it has none.
     """
     if os.geteuid() != 0:
         sys.stderr.write("cannot start a node: it takes root\n")
@@ -79,7 +79,7 @@ def run_as_node(command: list[str]) -> int:
 
 
 def _save_images(node: Path) -> None:
-    """Write the images of the pods into one archive, because there is no registry."""
+    """Write the images for the pods into one archive, because there is no registry."""
     podman = pods.podman(node)
     base = node / "base"
     base.mkdir()
@@ -99,7 +99,7 @@ def _save_images(node: Path) -> None:
 
 @contextmanager
 def _cgroup(name: str) -> Iterator[None]:
-    """Create a cgroup for all pods in every hierarchy. At the end remove it with all its child cgroups."""
+    """Create a cgroup for all pods in every hierarchy. At the end, remove each with all its child cgroups."""
     roots = [path for path in CGROUPS.iterdir() if (path / "cgroup.procs").exists() and path.name != "unified"]
     groups = [root / name for root in (roots if not (CGROUPS / "cgroup.controllers").exists() else [CGROUPS])]
     for group in groups:

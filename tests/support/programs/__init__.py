@@ -34,7 +34,7 @@ def number_in(path: Path) -> int | None:
     """Wait until a program has written a number to a file, and return the number."""
     try:
         text = path.read_text()
-    except FileNotFoundError:  # its writer may remove the file at any moment
+    except FileNotFoundError:  # Another process may remove the file at any moment.
         return None
     return int(text) if text.endswith("\n") else None
 
@@ -49,7 +49,7 @@ def number_of_program(path: Path, name: str) -> int | None:
 
 
 def is_alive(pid: int) -> bool:
-    """Return True if a process is running. A zombie is not."""
+    """Return True if a process is running. A zombie does not count as running."""
     found = proc.stat(pid)
     return found is not None and found.is_alive
 
@@ -76,7 +76,7 @@ def marked(name: str, value: str) -> list[proc.Stat]:
 
 
 def end_marked(name: str, value: str) -> None:
-    """Kill the marked processes that a test has left behind, including any that they fork meanwhile."""
+    """Kill the marked processes that a test has left behind, including any that they fork during the search."""
     while left := marked(name, value):
         for stat in left:
             process.send(stat.identity, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""``end_left.py BASE PID``: wait until process PID has ended for any reason, then kill the processes that it left
+"""``end_left.py BASE PID``: wait until process PID has ended for any reason, then kill the processes that it has left
 behind.
 
-If a pytest worker is killed, its fixtures do not run, so the programs that its tests have started would keep running.
-These programs have BASE, the directory of the tests, in their command line or environment.
+If a pytest worker is killed, its fixtures do not end the programs that its tests have started. These programs have
+BASE, the directory of the tests, in their command line or environment.
 """
 
 import contextlib

@@ -28,7 +28,7 @@ def is_restarted(coroutine: Any) -> bool:
 
 
 def obey() -> None:
-    """Do what ``FILE`` asks for."""
+    """Do what the content of ``FILE`` requests."""
     if name := FILE.read_text():
         fail(name)
     else:

@@ -1,4 +1,4 @@
-# ignore_term.sh PIDFILE: ignore SIGTERM, write the pid, and sleep. The setting is inherited by the program that sleeps.
+# ignore_term.sh PIDFILE: ignore SIGTERM, write the pid, and sleep. The program that sleeps inherits the ignored signal.
 trap '' TERM
 echo $$ >"$1"
 exec sleep 600

@@ -58,7 +58,7 @@ class JobTree:
         """Write a shell script for a job."""
         path = self.base / "jobs" / name / "bin" / verb
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{verb}.new")  # an earlier version may be starting, and must not be written to meanwhile
+        new = path.with_name(f"{verb}.new")  # An earlier version may be starting, so do not write to its file.
         new.write_text(f"#!/bin/sh\nname={name} log={self.log} pidfile={self.pidfile(name)}\n{body}\n")
         new.chmod(0o755)
         return new.rename(path)
@@ -75,7 +75,7 @@ class JobTree:
 
     @contextlib.asynccontextmanager
     async def supervising(self, *files: JobFile) -> AsyncIterator[Supervisor]:
-        """Run a supervisor for these jobs. This process adopts and reaps orphans meanwhile."""
+        """Run a supervisor for these jobs. During the block, this process adopts and reaps orphans."""
         with reaper.reaping():
             async with self.supervisor() as supervisor:
                 await supervisor.configure(files)
@@ -94,7 +94,7 @@ class JobTree:
                 running.cancel()
 
     def told(self, event: str) -> list[tuple[str, str]]:
-        """Return the service and action of each reported event of this kind."""
+        """Return service and action of each reported event of this kind."""
         return [(each.service, each.action) for each in self.events if each.event == event]
 
     def open(self) -> None:

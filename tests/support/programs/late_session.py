@@ -1,8 +1,8 @@
 """late_session.py PIDFILE GO CHILDFILE: a daemon that writes its pidfile, and starts a new session when the file GO
 exists.
 
-Then it starts a child with an empty environment. nginx workers are similar: they overwrite their environment with their
-process title.
+After that, the daemon starts a child with an empty environment. nginx workers are similar, because they overwrite their
+environment with their process title.
 """
 
 import os

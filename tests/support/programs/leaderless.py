@@ -1,7 +1,7 @@
 """leaderless.py PIDFILE [HOW]: end the main thread and continue in another thread.
 
-If HOW is ``daemon``, fork twice before that. If it is ``wipe``, also empty the environment and, if run as root, become
-an ordinary user, because a job that stays root could do anything.
+If HOW is ``daemon``, fork twice first. If HOW is ``wipe``, also empty the environment and, if run as root, become an
+ordinary user, because a job that stays root could do anything.
 
 The kernel reports such a process as a zombie without memory, files and environment, although it is running.
 """

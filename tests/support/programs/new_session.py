@@ -1,5 +1,6 @@
-"""new_session.py PIDFILE CHILDFILE [wipe]: write this program's pid to PIDFILE, and that of a child in a new session to
-CHILDFILE.
+"""new_session.py PIDFILE CHILDFILE [wipe]: start a child in a new session.
+
+Writes the pid of this program to PIDFILE, and the pid of the child to CHILDFILE.
 """
 
 import os

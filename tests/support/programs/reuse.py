@@ -1,4 +1,4 @@
-"""reuse.py BASE ROUNDS SEED: kill job processes and reuse their pids for unrelated processes. Needs a new pid
+"""reuse.py BASE ROUNDS SEED: kill job processes and reuse their pids for unrelated processes. Needs a new PID
 namespace.
 
 Writes one JSON document: ``rounds``, ``taken`` (how many pids were reused), and ``signalled`` (the signals that the
@@ -33,8 +33,9 @@ STARTS: Final = {
     "bare": f"echo $$ >$pidfile.starter; env -i setsid sh -c 'echo $$ >'$pidfile'; exec {LASTING}' & "
     "while [ ! -s $pidfile ]; do sleep 0.001; done",
 }
-"""Start programs, by what happens to them: one becomes the daemon itself, one exits and leaves the daemon in its
-session, one leaves it in another session, and one leaves it there without the marker variable in its environment.
+"""Start programs, by what happens to the process that they start. It becomes the daemon itself, or exits and leaves the
+daemon behind: in its own session, in another session, or in another session without the marker variable in its
+environment.
 """
 
 
@@ -42,7 +43,7 @@ logger = logging.getLogger("reuse")
 
 
 class Strangers:
-    """``strangers.py``, controlled through pipes."""
+    """The program ``strangers.py``, which is controlled through pipes."""
 
     def __init__(self) -> None:
         self._maker = subprocess.Popen(
@@ -89,13 +90,13 @@ class Rounds:
         await self.supervisor.close()
 
     async def begin(self) -> None:
-        self.supervisor = await self.world.supervisor().__aenter__()  # each round decides when to close it
+        self.supervisor = await self.world.supervisor().__aenter__()  # Each round decides when to close it.
         await self.supervisor.recover()
         await self.supervisor.configure(self.files)
 
     async def round(self) -> None:
-        """Kill a job's process, reuse its pid or its starter's pid for an unrelated process, and send the service a
-        request.
+        """Kill a job's process, reuse its pid or the pid of its starter for an unrelated process, and send the service
+        a request.
         """
         name = self.random.choice(list(STARTS))
         which = self.random.choice(["process", "starter"])
@@ -107,8 +108,8 @@ class Rounds:
             await asyncio.sleep(0.003)
             found = await in_state(self.supervisor, name, "running", "settling")
         starter = await until(lambda: number_in(Path(f"{self.world.pidfile(name)}.starter")))
-        # Start times have a resolution of one tick. Wait for the next tick, because outside this test the kernel cannot
-        # reuse a pid within the same tick.
+        # Start times have a resolution of one tick. Wait for the next tick, because in practice the kernel cannot reuse
+        # a pid within one tick.
         if born := proc.stat(found.pid):
             await until(lambda: clock.boot_ticks() > born.start_ticks + 1)
         number = found.pid if which == "process" else starter
@@ -137,7 +138,7 @@ class Rounds:
 
 
 def kill(pid: int) -> None:
-    """Kill a process without the supervisor's knowledge. The supervisor has reported this pid as running."""
+    """Kill a process that the supervisor has reported as running, without the supervisor's knowledge."""
     found = proc.stat(pid)
     if found is not None:
         process.send(found.identity, 9)

@@ -1,4 +1,4 @@
-# say_signals.sh LOG PIDFILE: write the name of each signal that arrives to LOG, and exit at SIGTERM.
+# say_signals.sh LOG PIDFILE: write the name of each signal that arrives to LOG, and exit on SIGTERM.
 trap 'echo HUP >>"$1"' HUP
 trap 'echo TERM >>"$1"; exit 0' TERM
 echo $$ >"$2"

@@ -1,5 +1,5 @@
 # storm.pl COUNTER [setsid [wipe]]: fork and exit repeatedly, until the file COUNTER is deleted or a minute has passed.
-# The number of forks is written to COUNTER. With "setsid" each child starts a session. With "wipe" the program has no
+# COUNTER contains the number of forks. With "setsid", each child starts a session. With "wipe", the program has no
 # environment, ignores SIGTERM, and pauses after every hundred forks.
 # If run as root, it becomes an ordinary user, because a job that stays root could do anything.
 use POSIX ();
@@ -14,7 +14,7 @@ for (my $i = 0; time() < $^T + 60; $i++) {
     exit 0 if $child;
     sleep 1 unless defined $child;
     POSIX::setsid() if $session;
-    # Check the open file instead of the path, because an ordinary user cannot enter root's directories.
+    # Check the open file and not its path, because an ordinary user cannot enter root's directories.
     exit 0 unless (stat $out)[3];
     if ($i % 10 == 0) { seek($out, 0, 0); print $out "$i\n"; }
     if ($wipe && $i % 100 == 0) { select(undef, undef, undef, 0.3); }

@@ -1,9 +1,10 @@
-"""strangers.py: fork processes with requested pids, and report the signals that they receive.
+"""strangers.py: fork processes with requested pids, and report the signals that these processes receive.
 
-Must run as root in a pid namespace. It reads commands, one per line. ``take PID HOW`` is answered with the pid of the
-process that was forked, or 0 if PID is not free. HOW is ``plain``, ``leader`` (the process leads its own session) or
-``member`` (PID was that of a session leader which has exited, and the process is a member of this session). ``end PID``
-kills a process and is answered with a line of the signals that it had received.
+Must run as root in a PID namespace. Commands arrive on standard input, one per line. ``take PID HOW`` is answered with
+the pid of the process that was forked, or with 0 if PID is not free. HOW is ``plain``, ``leader`` (the process leads
+its own session) or ``member`` (PID belonged to a session leader which has exited, and the process is a member of this
+session). ``end PID`` kills a process, and is answered with a line that lists the signals which the process had
+received.
 """
 
 import ctypes
@@ -48,7 +49,7 @@ def take(wanted: int, how: str) -> int:
 
 
 def stay(writing: int) -> None:
-    """Write our pid to the pipe, then the number of each signal that arrives."""
+    """Write this process's pid to the pipe, then the number of each signal that arrives."""
     every = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
     signal.pthread_sigmask(signal.SIG_BLOCK, every)
     os.write(writing, b"%d\n" % os.getpid())
@@ -57,7 +58,7 @@ def stay(writing: int) -> None:
 
 
 def end(pid: int) -> str:
-    """Kill the process if it is still running. Return the signals that it had received."""
+    """Kill the process if it is still running. Return the signals that the process had received."""
     dead, status = os.waitpid(pid, os.WNOHANG)
     if not dead:
         os.kill(pid, signal.SIGKILL)
