@@ -1,4 +1,4 @@
-"""Fixtures for all tests.
+"""Fixtures and hooks for all tests.
 
 Processes that tests start get default signal dispositions, however pytest itself was started.
 """
@@ -36,20 +36,20 @@ FAILED = pytest.StashKey[bool]()
 def pytest_configure(config: pytest.Config) -> None:
     """Stop ignoring SIGINT, and build the keeper.
 
-    A pytest that runs in the background ignores SIGINT. Every process that a test wants to interrupt would inherit
-    this.
+    A pytest that runs in the background ignores SIGINT, and every process that it starts would inherit this. Tests that
+    interrupt a process would then fail.
     """
     process.default_signals()
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-        # Shorten the path of the scratch directories, because the path of a Unix socket has at most 107 bytes.
+        # Shorten the path of the scratch directories, because the path of a Unix socket can have at most 107 bytes.
         config.option.basetemp = str(Path(config.option.basetemp).with_name(worker.removeprefix("gw")))
     else:
-        from hatch_build import build_keeper_of_checkout  # imported late because pytest workers do not need hatchling
+        from hatch_build import build_keeper_of_checkout  # Only the main process needs hatchling.
 
         build_keeper_of_checkout()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [GUARDED_START, os.environ.get("PYTHONPATH")]))
-    # Examples have no deadline, because they would fail on a slow machine. Quick runs try a fifth of the usual
-    # examples.
+    # There is no deadline for an example, because it would be missed on a slow machine. Quick runs try a fifth of the
+    # usual examples.
     hypothesis.settings.register_profile("daily", deadline=None)
     hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
     hypothesis.settings.load_profile(config.getoption("--hypothesis-profile") or "daily")
@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Exclude the collected tests from garbage collection, because they consist of half a million objects."""
+    """Exclude the collected tests, which consist of half a million objects, from garbage collection."""
     gc.disable()
     try:
         return (yield)
@@ -68,7 +68,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Record a failure for the fixtures, and escape captured output that could not be sent to another process."""
+    """Tell the fixtures whether the test has failed, and escape captured output that could not be sent to another
+    process.
+    """
     report = yield
     if report.failed:
         item.stash[FAILED] = True
@@ -85,7 +87,7 @@ def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str]
 
 
 def _waiting(item: pytest.Item) -> Iterator[str]:
-    """Return the stacks of the tasks that were pending when a coroutine test was interrupted."""
+    """Yield the stacks of the tasks that were pending when a coroutine test was interrupted."""
     if inspect.iscoroutinefunction(getattr(item, "obj", None)):
         with contextlib.suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
             for task in asyncio.all_tasks(asyncio.get_event_loop()):
@@ -95,7 +97,7 @@ def _waiting(item: pytest.Item) -> Iterator[str]:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[JobTree]:
-    """Provide a scratch directory for jobs, and kill the jobs' processes afterwards."""
+    """Provide a scratch directory for jobs. Afterwards, kill the jobs' processes."""
     world = JobTree(tmp_path / "w")
     yield world
     world.end()
@@ -103,7 +105,7 @@ def world(tmp_path: Path) -> Iterator[JobTree]:
 
 @pytest.fixture
 async def keepers_are_closed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    """Close all connections to keepers that are still open at the end of a test."""
+    """At the end of a test, close all connections to keepers that are still open."""
     made: list[Keepers] = []
     real = Keepers.__init__
 
@@ -119,10 +121,10 @@ async def keepers_are_closed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[N
 
 @pytest.fixture(scope="session")
 def held_loops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Guard the event loop of each agent that tests start. Yield the directory into which the guards write reports.
+    """Guard the event loop of each agent that a test starts. Yield the directory in which the guards write their
+    reports.
 
-
-    Only the daily tests are guarded, because the others overload the machine on purpose.
+    Only the daily tests are guarded, because other tests overload the machine on purpose.
     """
     directory = tmp_path_factory.mktemp("held")
     ring = request.config.getoption("markexpr")
@@ -134,7 +136,9 @@ def held_loops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(autouse=True)
 def no_loop_is_held(request: pytest.FixtureRequest, held_loops: Path) -> Iterator[None]:
-    """Fail a test whose agent blocked its event loop, unless the test provokes that (``loop_may_be_held``)."""
+    """Fail a test whose agent has blocked its event loop, unless the test does so on purpose (marker
+    ``loop_may_be_held``).
+    """
     yield
     found = {path: path.read_text() for path in held_loops.iterdir()}
     for path in found:
@@ -154,9 +158,8 @@ def no_empty_cgroups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 def no_process_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Kill the processes that tests leave behind, and fail if that is not possible.
 
-    A separate program does this if pytest itself is killed.
-
-    A program that forks and exits in a loop, for example, would occupy a processor during all later tests.
+    For example, a program that forks and exits in a loop would occupy a CPU during all later tests. A separate program
+    kills the processes if pytest itself is killed.
     """
     base = str(tmp_path_factory.getbasetemp())
     with subprocess.Popen([*argv("end_left.py", base, os.getpid())], start_new_session=True) as beside:
@@ -167,8 +170,9 @@ def no_process_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 @pytest.fixture(autouse=True)
 def no_child_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Kill a test's children and the descendants of its keepers. After a failure, kill everything that the test has
-    started.
+    """Kill a test's children and the descendants of its keepers.
+
+    If the test has failed, kill everything that it has started.
     """
     scratch: Path | None = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     before = set(_children())

@@ -20,7 +20,7 @@ from tools.pages import (
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in GENERATED}))
 def test_generated_parts_of_pages_are_current(page: str) -> None:
-    """To update a page, run ``./dev run python -m tools.pages``."""
+    """If this test fails, update the page with ``./dev run python -m tools.pages``."""
     text = (PAGES / page).read_text()
 
     assert regenerated(page, text) == text, "stale: ./dev run python -m tools.pages"
@@ -32,7 +32,9 @@ def test_generated_files_are_current(name: str) -> None:
 
 
 def test_kubernetes_objects_equal_the_rules_and_dashboard_files() -> None:
-    """The plain files are for a Prometheus and a Grafana outside Kubernetes."""
+    """The plain files, for a Prometheus and a Grafana outside Kubernetes, must not differ from the Kubernetes
+    objects.
+    """
     rule, board = (yaml.safe_load(made()) for made in (prometheus_rule, dashboard))
 
     assert rule["spec"] == yaml.safe_load((PROMETHEUS / "rules.yaml").read_text())
@@ -40,13 +42,13 @@ def test_kubernetes_objects_equal_the_rules_and_dashboard_files() -> None:
 
 
 def test_missing_marker_of_a_generated_part_is_an_error() -> None:
-    """Otherwise a page could lose a generated part without notice."""
+    """Without the error, a page could lose a generated part unnoticed."""
     with pytest.raises(ValueError, match="no place for states"):
         regenerated("architecture.md", "<!-- floors -->\n<!-- /floors -->\ntext\n<!-- states -->\n")
 
 
 def test_module_purpose_is_the_first_docstring_sentence() -> None:
-    """For a table cell, line breaks become spaces and vertical bars are escaped."""
+    """The sentence becomes a table cell, so line breaks become spaces and vertical bars are escaped."""
     module = Module("host.files", '"""Read ``a|b`` and\nwrite it. Pure.\n\nMore.\n"""')
 
     assert purpose(module) == r"Read `a\|b` and write it"

@@ -1,4 +1,4 @@
-"""Paths that a job can influence are opened only by ``host.guarded``.
+"""Only ``host.guarded`` opens paths that a job can influence.
 
 Every other function that opens a path is listed here with a reason.
 """
@@ -18,30 +18,30 @@ CALLS = frozenset(
     | {"os.truncate", "os.path.exists", "os.path.isfile", "os.path.isdir", "os.path.getsize", "os.path.getmtime"}
     | {"glob.glob", "glob.iglob", "io.open", "shutil.copyfile", "shutil.copy", "shutil.move", "tempfile.mkstemp"}
 )
-"""Functions that access a path and follow symlinks in it."""
+"""Functions that access a path and follow its symlinks."""
 
 METHODS = frozenset(
     {"read_text", "read_bytes", "open", "iterdir", "glob", "rglob", "walk", "stat", "lstat", "exists", "is_file"}
     | {"is_dir", "is_symlink", "is_fifo", "readlink", "write_text", "write_bytes", "touch", "samefile"}
 )
-"""Methods of ``Path`` that access the path and follow symlinks in it."""
+"""Methods of ``Path`` that access the path and follow its symlinks."""
 
 MODULES = frozenset({"os", "io", "proc", "guarded", "files", "glob", "entry"})
-"""Names whose attributes are not methods of a path: modules, whose functions are in CALLS, and directory entries."""
+"""Names whose attributes are not methods of a path: modules (CALLS lists their functions) and directory entries."""
 
 OUTSIDE = frozenset({"cli.check", "cli.deployment", "cli.kubernetes", "cli.render", "cli.try_release"})
-"""Commands that read files chosen by the user who runs them, with the rights of that user."""
+"""Commands that read files which their user has chosen, with that user's rights."""
 
 
 @dataclass(frozen=True)
 class Raw:
-    """Functions of a module that may open paths directly, and the reason."""
+    """Functions of a module that may open paths directly, with the reason."""
 
     why: str
     functions: frozenset[str] = field(default_factory=frozenset)
 
 
-# Frequent reasons for opening a path directly:
+# Reasons that several functions have for opening a path directly:
 OWN = "only root writes there: below bosh, monit, instance or the state backup"
 BUNDLES = "installed by root below directories of root, where jobs can only read"
 KERNEL = "files of the kernel or the image"
@@ -292,12 +292,12 @@ RAW: Mapping[str, Raw] = {
     "bulk.worker": Raw(SCRATCH, frozenset({"_rotate", "become_worker"})),
     "bulk.workers": Raw(SCRATCH, frozenset({"_count"})),
 }
-"""Functions that open paths which no job can influence, or that use files already opened by ``host.guarded``."""
+"""Functions that open paths which no job can influence, or that use files which ``host.guarded`` has opened."""
 
 
 def openings(module: Module) -> Iterator[tuple[str, int, str]]:
-    """Yield every access to a path: the function with its class ("" for the module), the line, and the name of the
-    call.
+    """Yield every access to a path: the enclosing function with its class ("" for the module), the line, and the called
+    name.
     """
     aliases = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
@@ -329,7 +329,7 @@ def _opening(node: ast.Attribute) -> str:
 
 
 def violations(module: Module, raw: Mapping[str, Raw]) -> Iterator[str]:
-    """Yield the accesses to paths without a listed reason."""
+    """Yield the accesses to paths that have no listed reason."""
     if {module.name, module.top} & OUTSIDE or module.name == "host.guarded":
         return
     allowed = raw[module.name].functions if module.name in raw else frozenset()
@@ -344,7 +344,7 @@ def test_job_writable_files_are_opened_only_through_host_guarded() -> None:
 
 
 def test_listed_reasons_for_direct_opens_are_still_needed() -> None:
-    """Once a function no longer opens a path directly, it must be removed from the list."""
+    """A function that no longer opens a path directly must be removed from the list."""
     there = {name: {function for function, _, _ in openings(module)} for name, module in modules().items()}
 
     assert [
@@ -355,7 +355,9 @@ def test_listed_reasons_for_direct_opens_are_still_needed() -> None:
 
 @pytest.mark.attack("root in a container damages the files from which the agent starts")
 def test_the_agents_own_files_are_read_only_with_size_and_type_limits() -> None:
-    """``files.read(…, is_own=True)`` limits the size and the type of the file."""
+    """``files.read(…, is_own=True)`` limits the size and the type of the file, so it must be used for the agent's own
+    files.
+    """
     own = [(name, raw.functions) for name, raw in RAW.items() if raw.why == OWN]
 
     assert [
@@ -380,7 +382,7 @@ def test_the_agents_own_files_are_read_only_with_size_and_type_limits() -> None:
     ],
 )
 def test_direct_open_of_a_file_is_detected(text: str, complaint: str) -> None:
-    """Aliases, methods and references without a call are detected as well."""
+    """Aliases, methods and references without a call are detected too."""
     found = list(violations(Module("services.bundles", text), {}))
 
     assert len(found) == 1

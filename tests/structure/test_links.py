@@ -17,13 +17,15 @@ _LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 
 
 def anchors(page: str) -> set[str]:
-    """Return the fragments of a page's headings: lower case, hyphens for blanks, and no other punctuation."""
+    """Return the fragments that link to a page's headings: in lower case, with hyphens for blanks, without other
+    punctuation.
+    """
     headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def dead(path: Path, text: str) -> Iterator[str]:
-    """Yield the links of a page that lead nowhere."""
+    """Yield the links of a page whose target does not exist."""
     for link in _LINK.findall(_FENCE.sub("", text)):
         name, _, fragment = link.partition("#")
         target = path if not name else (path.parent / name).resolve()
@@ -52,7 +54,9 @@ def test_every_page_of_the_docs_is_in_the_index() -> None:
 
 
 def test_every_alert_has_a_runbook() -> None:
-    """The ``runbook_url`` of each alert leads to its heading in docs/alerts.md, and there are no other headings."""
+    """The ``runbook_url`` of each alert leads to the alert's heading in docs/alerts.md, and there are no other
+    headings.
+    """
     rules = yaml.safe_load((ROOT / "deploy/prometheus/rules.yaml").read_text())
     alerts = [rule for group in rules["groups"] for rule in group["rules"] if "alert" in rule]
     headings = re.findall(r"^## (AgentShim\w+)$", (ROOT / "docs/alerts.md").read_text(), re.MULTILINE)

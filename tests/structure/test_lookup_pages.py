@@ -1,4 +1,4 @@
-"""Tables in pages that repeat facts from the code: keys and defaults, and exit codes."""
+"""Tables that repeat facts from the code are complete: configuration keys and defaults, and exit codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPELLED = {
     ("monit.password", ""): "random",
     ("spec", ""): "none",
 }
-"""Defaults that the page shows in another form, by the key and its default in the code."""
+"""Defaults that the page shows in another form, by the key and the default in the code."""
 
 
 def table(page: str, header: str) -> list[list[str]]:
@@ -31,7 +31,7 @@ def table(page: str, header: str) -> list[list[str]]:
 
 
 def options(struct: type[msgspec.Struct], before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every key with its default. The keys of nested structs contain dots."""
+    """Yield every key with its default. The key of a nested struct's member contains dots."""
     for field in msgspec.structs.fields(struct):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
             yield from options(field.type, f"{before}{field.encode_name}.")
@@ -42,14 +42,14 @@ def options(struct: type[msgspec.Struct], before: str = "") -> Iterator[tuple[st
 
 
 def test_configuration_page_lists_all_keys_and_defaults() -> None:
-    """The page lists every option of ``AgentShim`` and no others."""
+    """The page lists every option of ``AgentShim`` with its default, and no other options."""
     rows = table("configuration.md", "| key | meaning | default |")
 
     assert {key: default for key, _, default in rows} == dict(options(ShimOptions))
 
 
 def test_commands_page_lists_all_exit_codes() -> None:
-    """The exit codes are those of the error classes, and 0, 1 and 2."""
+    """The table contains the exit codes of the error classes, and 0, 1 and 2."""
     classes = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.ShimError)]
     codes = {0, 1, 2} | {kind.exit_code for kind in classes}
 
@@ -58,5 +58,5 @@ def test_commands_page_lists_all_exit_codes() -> None:
 
 @pytest.mark.parametrize("name", ["start", "doctor", "check"])
 def test_commands_page_has_a_section_for_each_command(name: str) -> None:
-    """A stale page is reported by ``test_drawn``, because it is generated."""
+    """The content of the sections is generated, so ``test_drawn`` reports stale sections."""
     assert f"\n## {name}\n" in (ROOT / "docs/commands.md").read_text()

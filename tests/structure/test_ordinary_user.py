@@ -14,7 +14,7 @@ ASKS = re.compile(r"\bget(e|res)?uid\b")
 
 
 def skips(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield the nodes with which a module skips tests depending on the user who runs them."""
+    """Yield the nodes of a module that skip tests depending on which user runs them."""
     constants = {
         target.id
         for node in tree.body
@@ -35,7 +35,9 @@ def skips(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def test_no_daily_test_is_skipped_for_an_ordinary_user() -> None:
-    """Such a test needs the marker ``root`` instead. It then runs in ``./dev test-root``, where a skip is noticed."""
+    """A test that needs root must have the marker ``root``. It then runs in ``./dev test-root``, where a skip is
+    noticed.
+    """
     files = [path for ring in RINGS for path in (ROOT / "tests" / ring).rglob("*.py")]
     found = [
         f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
@@ -58,7 +60,7 @@ def test_skip_because_of_the_user_is_detected() -> None:
 
 
 def test_ci_runs_the_daily_tests_as_an_ordinary_user() -> None:
-    """``.ci/run`` switches to another user for them if root has started it.
+    """``.ci/run`` switches to an ordinary user for these tests if root has started it.
 
     The CI service runs steps as an ordinary user unless they use sudo.
     """

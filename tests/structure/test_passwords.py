@@ -9,7 +9,7 @@ import pytest
 from tests.support.source import PACKAGE, ROOT
 
 MODULES = ("edges/bus/https.py", "edges/monit_http.py")
-"""Modules that check the password of a caller."""
+"""Modules that check a caller's password."""
 
 
 @pytest.mark.attack("a neighbour calls the create-env endpoint without the password")

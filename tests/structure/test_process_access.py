@@ -1,4 +1,4 @@
-"""Only ``host.proc`` reads ``/proc`` of other processes, because such reads need limits."""
+"""Only ``host.proc`` reads other processes' files in ``/proc``, because such reads need limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping
 from tests.support.source import Module, modules
 
 OF_A_PROCESS = re.compile(r"(^|/)proc/?$|/proc/(\d|\{|%)")
-"""Matches a path of a process, such as ``/proc/1/stat`` or ``/proc/{pid}/environ``, and ``/proc`` itself."""
+"""Matches a path in the directory of a process, such as ``/proc/1/stat`` or ``/proc/{pid}/environ``, and ``/proc``
+itself.
+"""
 
 PLACES: Mapping[str, str] = {
     "host.proc": "reads other processes with limits",
@@ -20,11 +22,13 @@ PLACES: Mapping[str, str] = {
     "services.disks.mounting": "refuses /proc as the mount point of a disk",
     "supervisor.bpm_runner": "mounts /proc into the sandbox of a job",
 }
-"""Modules that may contain such a path, and the reason."""
+"""Modules that may contain such a path, with the reasons."""
 
 
 def texts(module: Module) -> Iterator[tuple[str, int]]:
-    """Yield the string literals of a module except docstrings. An inserted value is replaced by ``{``."""
+    """Yield the string literals of a module with their lines. Docstrings are left out, and inserted values become
+    ``{``.
+    """
     for node in module.nodes:
         if isinstance(node, ast.JoinedStr):
             parts = (part.value if isinstance(part, ast.Constant) else "{" for part in node.values)
@@ -34,7 +38,9 @@ def texts(module: Module) -> Iterator[tuple[str, int]]:
 
 
 def test_other_processes_are_read_only_through_host_proc() -> None:
-    """The environment of a process can have terabytes, and the process can make a read of it block forever."""
+    """Limits are needed because a process's environment can have terabytes, and the process can make reads of it block
+    forever.
+    """
     others = [module for module in modules().values() if module.name not in PLACES]
     found = [(each.name, line, text) for each in others for text, line in texts(each) if OF_A_PROCESS.search(text)]
 
@@ -42,7 +48,7 @@ def test_other_processes_are_read_only_through_host_proc() -> None:
 
 
 def test_reads_of_other_processes_are_detected() -> None:
-    """Other paths in ``/proc`` are not reported."""
+    """Other paths in ``/proc`` are allowed."""
     for text in ("/proc", "/proc/", "/proc/1/comm", "/proc/{/environ"):
         assert OF_A_PROCESS.search(text)
     for text in ("/proc/self/fd/{", "/proc/net/route", "/proc/sys/fs", "/process", "/proc/stat"):

@@ -1,4 +1,4 @@
-"""The protocol page describes every action as implemented, and every numbered fact on it has a test."""
+"""The protocol page describes every action as it is implemented, and every numbered fact on the page has a test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def test_protocol_page_lists_every_action_once() -> None:
-    """The page must not describe any other method."""
+    """The page must not describe a method that does not exist."""
     written = Counter(section.method for section in protocol.sections())
 
     assert written == Counter(ACTIONS.keys()), "docs/protocol.md needs one section `### `METHOD`` for each action"
@@ -26,9 +26,9 @@ def test_protocol_page_lists_every_action_once() -> None:
 
 @pytest.mark.parametrize("section", protocol.sections(), ids=lambda section: section.method)
 def test_protocol_page_describes_each_action_correctly(section: Section) -> None:
-    """The first line says whether the action is a task and can be cancelled.
+    """The first line of a section says whether the action is a task and whether it can be cancelled.
 
-    Errors, deviations from the Go agent and an example follow.
+    Below it, the section lists errors and deviations from the Go agent, and shows an example.
     """
     action, first = ACTIONS[section.method], section.text.strip().splitlines()[0]
 
@@ -42,7 +42,7 @@ def test_protocol_page_describes_each_action_correctly(section: Section) -> None
 
 
 def _named() -> Counter[str]:
-    """Return the fact numbers in test names, with the number of tests for each."""
+    """Return the numbers of facts that occur in test names, with the number of tests for each."""
     found: Counter[str] = Counter()
     for path in TESTS.rglob("test_*.py"):
         found.update(re.findall(r"^(?:async )?def test_([a-z]\d+)_", path.read_text(), re.MULTILINE))
@@ -50,7 +50,7 @@ def _named() -> Counter[str]:
 
 
 def test_every_protocol_fact_has_a_test_named_after_it() -> None:
-    """No test has the number of a fact that is not on the page."""
+    """In addition, no test is named after a fact that is not on the page."""
     facts = protocol.facts()
 
     assert len(facts) == len(set(facts)) > 60

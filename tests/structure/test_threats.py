@@ -1,4 +1,4 @@
-"""The attacks in test markers, and the names of tests and fuzz targets in ``docs/security.md``."""
+"""Attacks in test markers are complete, and tests and fuzz targets that ``docs/security.md`` names exist."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ONCE_SUCCESSFUL = (
     "a request names no disk",
     "a request contains certificates or keys that the agent cannot use",
 )
-"""Attacks that succeeded against an earlier version, so each of them must always have a test."""
+"""Attacks that succeeded against an earlier version. Each of them must have a test."""
 
 
 def test_each_attack_marker_begins_with_a_known_attacker() -> None:

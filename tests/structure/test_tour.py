@@ -15,7 +15,7 @@ LINK = re.compile(r"\[([\w.]+)\]\(([\w./]+\.py)\)")
 
 
 def walks(page: str) -> dict[str, list[str]]:
-    """Return the steps of each walk, by the heading of the walk."""
+    """Return the steps of each walk in the tour, by the heading of the walk."""
     return {
         heading.strip(): STEP.findall(text)
         for heading, text in re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", page, re.MULTILINE)
@@ -32,7 +32,7 @@ def defined(body: list[ast.stmt], before: str = "") -> Iterator[str]:
 
 
 def lost(page: str, directory: Path) -> list[str]:
-    """Return the links of a page to functions or classes that do not exist in the linked file."""
+    """Return the links of a page to functions or classes that the linked file does not contain."""
     return [
         f"{name} in {file}"
         for name, file in LINK.findall(page)

@@ -1,4 +1,4 @@
-"""The version is written once, in ``agent_shim/__init__.py``. Files that repeat it are checked here."""
+"""The version is defined only in ``agent_shim/__init__.py``. All files that repeat it must have the same version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ READERS = {"agent_shim/__init__.py"}
 """The file that contains the version."""
 
 WRITTEN = re.findall(r'__version__ = "(.*)"', (ROOT / "agent_shim/__init__.py").read_text())[0]
-"""The version in the checkout. The tests may run an installed build, whose version may include the commit."""
+"""The version in the checkout. Tests may run with an installed build, whose version may include the commit."""
 NEXT = WRITTEN.removesuffix(".dev0")
 
 BY_HAND = {
@@ -24,14 +24,16 @@ BY_HAND = {
     "docs/kubernetes.md": r"agent-shim[ :](\d+\.\d+\.\d+)",
     "deploy/monitoring/kustomization.yaml": r"ref=v(\d+\.\d+\.\d+)",
 }
-"""Files that repeat the version, and patterns for the places."""
+"""Files that repeat the version, with patterns for the lines in which they do."""
 
 MEASURED = {"docs/performance.md", "docs/pictures/status.json", "docs/pictures/status.svg"}
-"""Files with recorded output, which names the version that was recorded. A release does not change them."""
+"""Files with recorded output, which contains the version at the time of the recording. A release does not change
+them.
+"""
 
 
 def test_packaging_reads_the_version_from_its_module() -> None:
-    """``pyproject.toml`` refers to ``hatch_build.py``, which reads the version."""
+    """``pyproject.toml`` leaves the version to ``hatch_build.py``, which reads it from the module."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
     assert "version" in project["project"]["dynamic"]
@@ -42,19 +44,19 @@ def test_packaging_reads_the_version_from_its_module() -> None:
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_pages_name_the_version_of_the_next_release(name: str) -> None:
-    """Examples in pages name the release that the pages describe."""
+    """Examples on a page must name the release that the page describes."""
     assert set(re.findall(BY_HAND[name], (ROOT / name).read_text())) == {NEXT}
 
 
 def test_image_labels_have_the_version() -> None:
-    """A label in a Dockerfile cannot contain the output of a program, so the Dockerfile repeats the version."""
+    """The Dockerfile repeats the version, because a label in a Dockerfile cannot contain the output of a program."""
     found = re.findall(r"(?:STEMCELL_VERSION:-|ARG VERSION=)([\w.-]+)", (ROOT / "Dockerfile").read_text())
 
     assert found == [WRITTEN.replace(".dev0", "-dev")] * 2
 
 
 def test_release_has_a_changelog_heading() -> None:
-    """Between releases, the first heading is ``Unreleased`` and the second one names an older version."""
+    """Between releases, the first heading is ``Unreleased`` and the second heading names the previous version."""
     newest = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     if WRITTEN == NEXT:
         assert newest[0] == WRITTEN
@@ -64,9 +66,7 @@ def test_release_has_a_changelog_heading() -> None:
 
 
 def test_no_other_file_repeats_the_version() -> None:
-    """Other software may have the same version number, so the number is searched for together with the
-    project's name.
-    """
+    """Other software may have the same version number, so only lines with the project's name count."""
     own = re.compile(rf"agent[-_]shim[\"' =:@-]{{1,4}}{re.escape(NEXT)}|__version__ = ")
     found = {name for name, text in texts() if own.search(text) and not name.startswith("tests/")}
 
@@ -74,7 +74,7 @@ def test_no_other_file_repeats_the_version() -> None:
 
 
 def test_repository_address_is_the_same_everywhere() -> None:
-    """The address is defined in ``hatch_build.py``. The image registry uses the same name."""
+    """The address is defined in ``hatch_build.py``. The address of the image registry contains the same name."""
     home = hatch_build.HOME.removeprefix("https://github.com/")
     named = re.compile(r"(?:github\.com|ghcr\.io)/(?!you/)([\w-]+/agent-shim)\b")
     found = {name: set(named.findall(text)) for name, text in texts() if not name.startswith("tests/")}
@@ -84,9 +84,9 @@ def test_repository_address_is_the_same_everywhere() -> None:
 
 
 def test_test_dependencies_include_those_of_the_demo() -> None:
-    """The tests use the certificates and the bus of the demo.
+    """The test dependencies include the demo's, because the tests use the certificates and the bus of the demo.
 
-    The packages are listed twice because not every tool allows a dependency group to refer to an extra of its project.
+    The packages are listed twice, because in some tools a dependency group cannot refer to an extra of its project.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

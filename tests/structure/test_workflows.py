@@ -1,4 +1,4 @@
-"""Workflows run tasks of ``./dev``, with minimal permissions and pinned actions."""
+"""Workflows run tasks of ``./dev``, have minimal permissions, and pin their actions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ TASK = re.compile(r"\./dev (\$\{\{ matrix\.task \}\}|[a-z0-9-]+)")
 
 
 def read(name: str) -> dict[str, Any]:
-    # In YAML 1.1, the key "on" is a boolean, which does not matter because no test reads it.
+    # In YAML 1.1, the key "on" is read as a boolean. This does not matter, because no test uses it.
     found: dict[str, Any] = yaml.safe_load((ROOT / ".github/workflows" / name).read_text())
     return found
 
 
 def tasks(workflow: dict[str, Any]) -> set[str]:
-    """Return the tasks that a workflow runs."""
+    """Return the names of the ``./dev`` tasks that a workflow runs."""
     found: set[str] = set()
     for job in workflow["jobs"].values():
         for step in job["steps"]:
@@ -64,7 +64,7 @@ def test_workflows_limit_permissions_and_have_timeouts(name: str) -> None:
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_workflow_actions_are_pinned_to_a_commit(name: str) -> None:
-    """A tag could be moved to other code. No script may contain untrusted text from an event either."""
+    """A tag could be moved to other code. In addition, no script may contain untrusted text from an event."""
     used = re.findall(r"uses: (.*)", (ROOT / ".github/workflows" / name).read_text())
 
     assert used

@@ -1,4 +1,4 @@
-"""No file of the project contains a path of the machine on which it was written."""
+"""No file of the project contains a path from the machine on which it was written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOMES = re.compile(r"/(home|Users)/(?!vcap\b)[a-z]" + r"|(?<![\w.])/root/")
 
 
 def violations(name: str, text: str, root: Path) -> Iterator[str]:
-    """Yield the lines of the file ``name`` with a path of this machine. ``root`` is the project's directory."""
+    """Yield the lines of the file ``name`` that contain a path of this machine. ``root`` is the project's directory."""
     here = re.compile(re.escape(str(root)) + r"(?![\w-])")
     for number, line in enumerate(text.splitlines(), 1):
         if here.search(line) or HOMES.search(line) or NEIGHBOUR.search(line):
@@ -24,7 +24,7 @@ def violations(name: str, text: str, root: Path) -> Iterator[str]:
 
 
 def test_no_file_contains_a_local_path() -> None:
-    """Local paths are those of this checkout, of the directories next to it, and of home directories."""
+    """Paths count as local if they belong to this checkout, to the directories next to it, or to home directories."""
     found = [wrong for name, text in texts() if name != HERE for wrong in violations(name, text, ROOT)]
 
     assert found == []
