@@ -31,18 +31,18 @@ _NEEDED_BY: Final = re.compile(r"^    #(?: via|  ) ([A-Za-z0-9._-]+)", re.MULTIL
 
 @dataclass(frozen=True)
 class Component:
-    """A package of the lock file. ``hashes`` are those of all its wheels, only one of which is installed."""
+    """A package in the lock file. ``hashes`` are those of all its wheels, only one of which is installed."""
 
     name: str
     version: str
     hashes: tuple[str, ...]
     licence: str
     needed_by: tuple[str, ...]
-    """Packages of the lock file that depend on this one. The program itself is not among them."""
+    """Packages in the lock file that depend on this package. The agent itself is left out."""
 
 
 def components(lock: str) -> Iterator[Component]:
-    """Yield the packages of a lock file in the order of the file."""
+    """Yield the packages in a lock file, in the order of the file."""
     for entry in re.split(r"\n(?=[A-Za-z0-9])", lock):
         pinned = _PINNED.match(entry)
         if pinned is not None:
@@ -54,7 +54,7 @@ def components(lock: str) -> Iterator[Component]:
 def licence(name: str) -> str:
     """Return the licence of an installed package, or "unknown".
 
-    It comes from the package's licence expression, or else from the classifiers, or else from the licence field.
+    It comes from the package's licence expression, else from its classifiers, else from its licence field.
     """
     try:
         fields = importlib.metadata.metadata(name)
@@ -96,7 +96,7 @@ def document(name: str, version: str, found: list[Component]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print the document, or the table with ``--licences``."""
+    """Print the document, or with ``--licences`` the table."""
     parser = argparse.ArgumentParser(prog="./dev sbom", description=__doc__)
     parser.add_argument("--licences", action="store_true", help="print a table of names, versions and licences")
     parser.add_argument("--name", default="agent-shim", help="name of the program (default: agent-shim)")

@@ -47,16 +47,16 @@ from stemcell_overlay import sbom  # noqa: E402
 
 TAG: Final = "localhost/agent-shim/stemcell"
 API_VERSION: Final = 3
-"""With version 3, the Director may send signed URLs instead of the blobstore's credentials."""
+"""From API version 3 on, the Director may send signed URLs instead of the blobstore's credentials."""
 HEAVY: Final = ["warden-tar", "general-tar"]
 LIGHT: Final = ["docker-light", "warden-light", "general-tar"]
 CHUNK: Final = 1 << 20
 BASES: Final = {"amd64": "ghcr.io/cloudfoundry/ubuntu-noble-stemcell:latest", "arm64": "debian:bookworm-slim"}
-"""Default base images by architecture. There are official stemcell images only for amd64."""
+"""Default base image for each architecture. Official stemcell images exist only for amd64."""
 OWN: Final = {"x86_64": "amd64", "aarch64": "arm64"}
-"""Debian's names of the architectures by the output of ``uname -m``."""
+"""Maps the output of ``uname -m`` to Debian's name for the architecture."""
 _WORDS: Final = {"amd64": "x86_64", "arm64": "arm64"}
-"""Names of the architectures in manifests by Debian's names."""
+"""Maps Debian's name for an architecture to the name in manifests."""
 
 FACTS: Final = """
 . /etc/os-release
@@ -81,15 +81,15 @@ cat /var/vcap/bosh/etc/dev_tools_file_list
 echo --
 dpkg --list
 """
-"""Script that prints the facts about an image: its operating system, its Debian packages, the Python packages of the
-agent, licences in Debian's copyright files, files of compilers, and ``dpkg -l``. Packages are printed with their
-dependencies.
+"""Script that prints facts about an image: its operating system, its Debian packages, the agent's Python packages,
+licences in Debian's copyright files, files that belong to compilers, and the output of ``dpkg -l``. Packages are
+printed with their dependencies.
 """
 _NAMES: Final = re.compile(r"(?:^|[,|])\s*([^\s,|(:]+)")
-"""Package names in a field such as ``Depends`` of a Debian package."""
+"""Matches the package names in a field of a Debian package, such as ``Depends``."""
 _SYNOPSIS: Final = re.compile(r"[^ ,]+(,? (or|and|with|/) [^ ,]+( exception)?)*")
-"""Short names of licences in the field ``License`` of a copyright file. Some files have a whole licence text there,
-which does not match.
+"""Matches the short name of a licence in the field ``License`` of a copyright file. Some files have a whole licence
+text in that field, which does not match.
 """
 
 
@@ -218,7 +218,7 @@ def components(arguments: argparse.Namespace) -> bytes:
 
 @dataclass(frozen=True)
 class Part:
-    """A Debian package, or a Python package of the agent. ``licences`` are short names; there are none if they are
+    """A Debian package, or one of the agent's Python packages. ``licences`` are short names, and empty if they are
     unknown.
     """
 
@@ -227,12 +227,14 @@ class Part:
     url: str
     licences: tuple[str, ...]
     needs: tuple[str, ...]
-    """URLs of the parts that this one depends on."""
+    """URLs of the parts on which this part depends."""
 
 
 def _facts(tool: str, image: str) -> tuple[dict[str, str], list[Part], str, str]:
-    """Return facts about an image (operating system, version and architecture), its parts, a list of the files of
-    compilers, and the output of ``dpkg -l``.
+    """Return facts about an image.
+
+    These are its operating system, version and architecture, its parts, the list of files that belong to compilers, and
+    the output of ``dpkg -l``.
     """
     run = [tool, "run", "--rm", "--network=none", image, "sh", "-c", FACTS]
     said = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout.split("--\n", 5)
@@ -245,9 +247,10 @@ def _facts(tool: str, image: str) -> tuple[dict[str, str], list[Part], str, str]
 
 
 def packages(distribution: str, lines: Iterable[str], known: dict[str, tuple[str, ...]]) -> list[Part]:
-    """Return the Debian packages listed in ``lines``.
+    """Return the Debian packages that ``lines`` describe.
 
-    Each depends on all installed alternatives, and on all installed packages that provide a virtual package.
+    If a dependency has several alternatives, a package depends on all that are installed. If it names a virtual
+    package, the package depends on all installed packages that provide it.
     """
     rows = [line.split("\t") for line in lines]
     urls = [f"pkg:deb/{distribution}/{name}@{version}?arch={architecture}" for name, version, architecture, *_ in rows]
@@ -262,7 +265,7 @@ def packages(distribution: str, lines: Iterable[str], known: dict[str, tuple[str
 
 
 def modules(lines: Iterable[str]) -> list[Part]:
-    """Return the Python packages of the agent. Each of ``lines`` contains a name, a version and the names of the
+    """Return the agent's Python packages. Each of ``lines`` contains a name, a version and the names of
     dependencies.
     """
     rows = [line.split() for line in lines]
@@ -283,9 +286,9 @@ def _urls(there: dict[str, list[str]], names: Iterable[str], own: str) -> tuple[
 
 
 def licences(lines: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return the licences of each Debian package. ``lines`` have the form ``PACKAGE/copyright:MATCH``.
+    """Return the licences of each Debian package. Each of ``lines`` has the form ``PACKAGE/copyright:MATCH``.
 
-    A match is a field ``License`` or, in files that are not machine-readable, the path of a common licence.
+    MATCH is a field ``License`` or, in files that are not machine-readable, the path of a common licence.
     """
     fields: dict[str, set[str]] = {}
     texts: dict[str, set[str]] = {}
@@ -299,15 +302,15 @@ def licences(lines: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def own_version(base: str = "0.0.0") -> str:
-    """Return the version of this project, preceded by that of the base stemcell if there is one."""
+    """Return the version of this project. If it is built on a base stemcell, that stemcell's version precedes it."""
     own = semantic_version()
     return own if base == "0.0.0" else f"{base}+shim.{own}"
 
 
 def version_for(architecture: str, version: str) -> str:
-    """Return the version of a stemcell, which includes the architecture unless it is amd64.
+    """Return the version of a stemcell, which includes the architecture unless that is amd64.
 
-    Otherwise a Director would use packages that were compiled on one architecture for the other.
+    If it did not, a Director would use packages that were compiled on one architecture for the other.
     """
     if architecture == "amd64" or architecture in version:
         return version
@@ -315,9 +318,9 @@ def version_for(architecture: str, version: str) -> str:
 
 
 def name_of(system: str, architecture: str) -> str:
-    """Return the name of a stemcell, which includes the architecture unless it is amd64.
+    """Return the name of a stemcell, which includes the architecture unless that is amd64.
 
-    Otherwise a Director would take the second stemcell with this name and version for the first.
+    If it did not, a Director would take the second stemcell with the same name and version for the first.
     """
     words = ["bosh-warden-boshlite", system, *([architecture] if architecture != "amd64" else []), "agent-shim"]
     return "-".join(words)
@@ -367,7 +370,7 @@ def digests(chunks: Iterator[bytes]) -> str:
 
 
 def cyclonedx(name: str, version: str, parts: list[Part]) -> dict[str, Any]:
-    """Return a CycloneDX 1.5 document with the components of the stemcell, which depends on all of them."""
+    """Return a CycloneDX 1.5 document in which the stemcell depends on each of its components."""
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
@@ -429,7 +432,7 @@ def spdx(stemcell: str, version: str, parts: list[Part]) -> dict[str, Any]:
 
 
 def build_time() -> int:
-    """Return SOURCE_DATE_EPOCH or the time of this commit, so that the same sources produce the same stemcell."""
+    """Return SOURCE_DATE_EPOCH or else the time of this commit, so that the same sources produce the same stemcell."""
     if given := os.environ.get("SOURCE_DATE_EPOCH"):
         return int(given)
     log = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
@@ -469,7 +472,7 @@ def _target(out: Path, name: str, version: str) -> Path:
 def _tarball(path: Path) -> Iterator[tarfile.TarFile]:
     """Open a tarball for writing. It gets its final name when it is complete."""
     beside = path.with_name(path.name + ".part")
-    # Do not compress the tarball, because its large member is already compressed.
+    # Do not compress this tarball, because its largest member is already compressed.
     with (
         beside.open("wb") as raw,
         gzip.GzipFile("", mode="wb", compresslevel=0, fileobj=raw, mtime=0) as stored,
@@ -491,7 +494,7 @@ def _add(tarball: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def _as_built(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Set the owner to root and the modification time to ``build_time``, which LXD shows as the image's creation
+    """Set the owner to root and the modification time to ``build_time``. LXD shows that time as the image's creation
     date.
     """
     member.uid = member.gid = 0
