@@ -1,4 +1,4 @@
-"""Hooks of hatchling: they set the version and commit of a build, create the wheel's README and compile the keeper.
+"""Build hooks for hatchling: they set the version and commit, create the wheel's README and compile the keeper.
 
 ``python hatch_build.py`` compiles the keeper of a checkout if it is missing or older than its source.
 """
@@ -24,12 +24,12 @@ ROOT = Path(__file__).parent
 SOURCE = ROOT / "agent_shim/__init__.py"
 HOME = "https://github.com/agent-shim/agent-shim"
 KEEPER = "agent_shim/host/keeper"
-"""Path of the program that supervises the processes of jobs. Its source has the same path with ``.c``."""
+"""Path of the keeper, the program that supervises job processes. Its source has the same path with ``.c``."""
 KEEPER_FLAGS = ("-std=gnu11", "-Os", "-Wall", "-Wextra", "-Werror", "-s")
 
 
 def version() -> str:
-    """Return the version, such as ``0.3.0``. Between releases, it is ``0.3.0.dev0+g`` and the commit if that is
+    """Return the version, such as ``0.3.0``, or between releases ``0.3.0.dev0+g…`` with the commit, if the commit is
     known.
     """
     number, commit = _written("__version__"), revision()
@@ -44,15 +44,17 @@ def semantic_version() -> str:
 
 
 def revision() -> str:
-    """Return the commit, with ``-dirty`` appended if tracked files have changed, or "" if it is unknown.
+    """Return the commit, or "" if it is unknown. If tracked files have changed, ``-dirty`` is appended.
 
-    Sources are the source distribution, then ``AGENT_SHIM_REVISION`` (for builds without git), then git.
+    The commit comes from the source distribution, else from ``AGENT_SHIM_REVISION`` (for builds without git), else from
+    git.
     """
     return _written("__revision__") or os.environ.get("AGENT_SHIM_REVISION", "") or _of_git()
 
 
 def _of_git() -> str:
-    # Git would return the commit of another project if this tree was unpacked in its checkout.
+    # Without this check, git would return the commit of another project if this tree was unpacked in that project's
+    # checkout.
     if not (ROOT / ".git").exists():
         return ""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
@@ -76,8 +78,9 @@ def page(readme: str) -> str:
 
 
 def machine() -> str:
-    """Return the architecture for which to build a wheel, such as ``x86_64``: ``AGENT_SHIM_MACHINE``, or that of this
-    machine.
+    """Return the architecture for which to build a wheel, such as ``x86_64``.
+
+    It is ``AGENT_SHIM_MACHINE`` or, if that is not set, the architecture of this machine.
     """
     return os.environ.get("AGENT_SHIM_MACHINE") or platform.machine()
 
@@ -85,8 +88,8 @@ def machine() -> str:
 def compilers() -> list[list[str]]:
     """Return the commands of installed C compilers for ``machine``, in order of preference.
 
-    musl produces the smallest program. Names of cross compilers contain the architecture, whereas zig compiles for
-    every architecture.
+    musl comes first, because it produces the smallest program. The name of a cross compiler contains the architecture,
+    whereas zig compiles for every architecture.
     """
     if command := os.environ.get("CC", "").split():
         return [command]
@@ -101,9 +104,10 @@ def compilers() -> list[list[str]]:
 
 
 def build_keeper(target: Path, links: tuple[str, ...] = ("-static",)) -> None:
-    """Compile the keeper to ``target``. Try each way to link in ``links`` with each compiler until one succeeds.
+    """Compile the keeper to ``target``. Try each way to link in ``links`` with each compiler until one combination
+    succeeds.
 
-    Raises ``SystemExit`` if none does.
+    Raises ``SystemExit`` if all of them fail.
     """
     reasons = ["there is no C compiler: install musl-gcc, or gcc, or the package ziglang of PyPI"]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".keeper-") as scratch:
@@ -113,7 +117,7 @@ def build_keeper(target: Path, links: tuple[str, ...] = ("-static",)) -> None:
                 argv = [*command, *KEEPER_FLAGS, link, "-o", str(made), str(ROOT / f"{KEEPER}.c")]
                 done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
                 if done.returncode == 0:
-                    made.replace(target)  # Replace the file atomically, because another build may be writing it.
+                    made.replace(target)  # Another build may be writing the same file, so replace it atomically.
                     return
                 reasons.append(f"{' '.join(argv)}\n{done.stdout}")
     raise SystemExit(f"cannot compile {KEEPER}.c: {reasons[-1]}")
@@ -122,7 +126,7 @@ def build_keeper(target: Path, links: tuple[str, ...] = ("-static",)) -> None:
 def build_keeper_of_checkout() -> None:
     """Compile the keeper next to its source if it is missing or older than the source.
 
-    It may be linked dynamically here, because Fedora's compiler has no static libraries.
+    Dynamic linking is allowed here, because Fedora's compiler package has no static libraries.
     """
     target, source = ROOT / KEEPER, ROOT / f"{KEEPER}.c"
     if not target.exists() or target.stat().st_mtime < source.stat().st_mtime:
@@ -130,7 +134,7 @@ def build_keeper_of_checkout() -> None:
 
 
 class PageHook(MetadataHookInterface):
-    """Sets the description (the README) and the URLs in the metadata of a package."""
+    """Sets the description (from README.md) and the URLs in a package's metadata."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         text = page((ROOT / "README.md").read_text())
@@ -147,7 +151,7 @@ class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
     """Writes the version and the commit into ``agent_shim/__init__.py`` of a build, and adds the keeper to a wheel."""
 
     def dependencies(self) -> list[str]:
-        """Return the PyPI package of a C compiler (100 MB) if a wheel is built and the system has no compiler."""
+        """Return the PyPI package of a C compiler (100 MB) if this builds a wheel and the system has no compiler."""
         return ["ziglang"] if self.target_name == "wheel" and not compilers() else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
@@ -166,8 +170,8 @@ class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if self.target_name == "wheel":
             build_keeper(scratch / "keeper")
             build_data["force_include"][str(scratch / "keeper")] = KEEPER
-            # A static program needs no libc, so the wheel can be installed on all systems with glibc or musl. Each tag
-            # contains the minimum version.
+            # A static program needs no libc, so the wheel can be installed on systems with glibc or musl. The tags
+            # contain the minimum version of each.
             build_data["tag"] = f"py3-none-manylinux_2_17_{machine()}.musllinux_1_1_{machine()}"
             build_data["pure_python"] = False
 
