@@ -1,11 +1,12 @@
 """A virtual machine for tests that the host cannot run: systemd as PID 1, cgroup v2 only, hanging disks, changed
 clocks.
 
-    python -m tests.support.guest [--limit SECONDS] COMMAND…
+    python -m tests.support.guest [--limit SECONDS] [--image] COMMAND…
 
 runs a command as root on a copy of this project in the guest, and exits with the command's exit code. The CPU is
 emulated, so the guest needs no virtualization support and affects nothing on the host. It has no network. Files are
-copied in as a tar archive on one disk, and copied out as a tar archive on another.
+copied in as a tar archive on one disk, and copied out as a tar archive on another. With ``--image``, the files of our
+image are on a third disk, which is mounted at ``/image``, and podman in the guest can run containers of them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from tests.support import pods
+
 ROOT: Final = Path(__file__).parents[2]
 CACHE: Final = ROOT / ".guest"
 KEEPER: Final = "agent_shim/host/keeper"
@@ -33,9 +36,11 @@ SUITE: Final = "trixie"
 PYTHON: Final = "3.13"
 """The Python version of the guest's distribution."""
 PACKAGES: Final = (
-    "dmsetup e2fsprogs initramfs-tools iproute2 iptables kmod linux-image-cloud-amd64 mount nftables openssl procps "
-    "python3 python3-venv strace sudo systemd tini udev util-linux"
+    "crun dmsetup e2fsprogs initramfs-tools iproute2 iptables kmod linux-image-cloud-amd64 mount nftables openssl "
+    "podman procps python3 python3-venv strace sudo systemd tini udev util-linux"
 )
+IMAGE: Final = Path("/image")
+"""The files of our image in the guest."""
 LOCK: Final = ROOT / "requirements/dev.lock"
 PLATFORMS: Final = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 28, 34)))
 PLACE: Final = "/opt/agent_shim"
@@ -44,6 +49,7 @@ archive that was copied in.
 """
 LIMIT: Final = 1800.0
 """Maximum number of seconds from power-on to power-off."""
+IMAGE_SIZE: Final = "1G"
 OUT: Final = 1 << 30
 """Maximum size in bytes of the files copied out."""
 
@@ -63,7 +69,8 @@ WantedBy=graphical.target multi-user.target
 _SCRIPT: Final = f"""#!/bin/sh
 exec </dev/null >/dev/ttyS1 2>&1
 stty -F /dev/ttyS1 raw
-mkdir -p /project /out
+mkdir -p /project /out {IMAGE}
+[ ! -e /dev/vdd ] || mount -o ro /dev/vdd {IMAGE}
 tar -C /project -xf /dev/vdb
 cd /project
 export PATH={PLACE}/bin:$PATH HOME=/root LANG=C.UTF-8
@@ -77,7 +84,8 @@ _INITRD: Final = "printf 'MODULES=list\n' >/etc/initramfs-tools/conf.d/guest; pr
 _UNWANTED: Final = (
     "e2scrub_reap.service getty-static.service getty@tty1.service serial-getty@ttyS0.service modprobe@drm.service "
     "modprobe@fuse.service modprobe@efi_pstore.service systemd-journal-catalog-update.service timers.target "
-    "systemd-udev-load-credentials.service systemd-hostnamed.socket"
+    "systemd-udev-load-credentials.service systemd-hostnamed.socket podman.socket podman.service "
+    "podman-auto-update.service podman-restart.service podman-clean-transient.service"
 )
 """Services that are disabled because they would take half a minute on an emulated CPU."""
 _SITE: Final = "/project\n"
@@ -95,11 +103,11 @@ class GuestError(Exception):
     """The guest could not be created, or did not finish its command."""
 
 
-def run(command: Sequence[str], out: Path, *, limit: float = LIMIT) -> int:
+def run(command: Sequence[str], out: Path, *, limit: float = LIMIT, has_image: bool = False) -> int:
     """Run a command in a new guest, in the directory of this project. Return the command's exit code.
 
-    The command's output is streamed to standard output. Files in the guest's ``/out`` are copied to ``out``. Raises
-    ``GuestError``.
+    The command's output is streamed to standard output. Files in the guest's ``/out`` are copied to ``out``. With
+    ``has_image``, our image is built first and passed to the guest. Raises ``GuestError``.
     """
     base = _base()
     with tempfile.TemporaryDirectory(prefix="agent-shim-guest-") as name:
@@ -107,6 +115,8 @@ def run(command: Sequence[str], out: Path, *, limit: float = LIMIT) -> int:
         _pack(scratch / "in", command)
         with (scratch / "out").open("wb") as file:
             file.truncate(OUT)
+        if has_image:
+            _write_image(scratch)
         status = _boot(base, scratch, limit)
         try:
             with tarfile.open(scratch / "out") as tar:
@@ -121,6 +131,7 @@ def run(command: Sequence[str], out: Path, *, limit: float = LIMIT) -> int:
 def _boot(base: Path, scratch: Path, limit: float) -> int | None:
     """Run the guest until it powers off. Return the emulator's exit code, or None after a timeout."""
     disks = [f"file={base / 'root'},snapshot=on", f"file={scratch / 'in'},readonly=on", f"file={scratch / 'out'}"]
+    disks += [f"file={disk},readonly=on" for disk in [scratch / "image"] if disk.exists()]
     line = "root=/dev/vda rw console=ttyS0 quiet panic=-1 init=/usr/lib/systemd/systemd"
     argv: list[str | Path] = [
         "qemu-system-x86_64",
@@ -137,6 +148,17 @@ def _boot(base: Path, scratch: Path, limit: float) -> int | None:
             return None
         finally:
             emulator.kill()
+
+
+def _write_image(scratch: Path) -> None:
+    """Build the image, and write its files to the file system ``image``."""
+    podman = pods.podman(scratch)
+    image = pods.build(podman, pods.base_image(podman, scratch))
+    try:
+        tree = podman("image", "mount", image).strip()
+        subprocess.run(["mkfs.ext4", "-q", "-d", tree, scratch / "image", IMAGE_SIZE], check=True)
+    finally:
+        podman.run("image", "unmount", image)
 
 
 def _pack(disk: Path, command: Sequence[str]) -> None:
@@ -244,12 +266,13 @@ def main() -> int:
     """Run the command in the guest and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.guest", description=__doc__)
     parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS")
+    parser.add_argument("--image", action="store_true", help="build our image and mount it in the guest")
     parser.add_argument("--out", type=Path, default=None, metavar="DIRECTORY", help="for what is left in /out")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as unwanted:
         try:
-            return run(asked.command, asked.out or Path(unwanted), limit=asked.limit)
+            return run(asked.command, asked.out or Path(unwanted), limit=asked.limit, has_image=asked.image)
         except GuestError as exc:
             sys.stderr.write(f"guest: {exc}\n")
             return 70
