@@ -47,6 +47,8 @@ PLACE: Final = "/opt/agent_shim"
 """The guest's virtual environment. It has the same path as in the image, and its Python imports the project from the
 archive that was copied in.
 """
+LINKS: Final = ("bosh-agent", "bpm", "monit")
+"""Links to the command ``agent-shim``, as in the image."""
 LIMIT: Final = 1800.0
 """Maximum number of seconds from power-on to power-off."""
 IMAGE_SIZE: Final = "1G"
@@ -200,7 +202,7 @@ def _base() -> Path:
         LOCK.read_text(),
         time.strftime("%Gw%V"),
     ]
-    told += _scripts()
+    told += [*_scripts(), *LINKS]
     key = hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
     base = CACHE / key
     if not base.exists():
@@ -249,6 +251,8 @@ def _make(tree: Path, half: Path) -> None:
             f"#!{PLACE}/bin/python3\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
         )
         place.chmod(0o755)
+    for name in LINKS:
+        (tree / PLACE[1:] / "bin" / name).symlink_to("agent-shim")
     with (half / "packages").open("wb") as versions:
         subprocess.run(["chroot", tree, "dpkg-query", "--show"], check=True, stdout=versions)
     for name in ("vmlinuz", "initrd"):
