@@ -124,8 +124,8 @@ def delete(session: Session, vm: Cid) -> None:
     pod, secret = _find_objects(session, vm)
     pods.end(session, namespace, vm)
     _remove_other_objects(session, vm, secret)
-    # Adapt the budget only if the pod still ran. If it was evicted, the Health Monitor will recreate the VM, so the
-    # budget must keep its value.
+    # Update the disruption budget only if the pod was still running. If it had been evicted, the Health Monitor will
+    # recreate the VM, so the budget must stay as it is.
     if pod is not None and not pods.is_ending(pod) and not pods.has_ended(pod):
         _update_budget(session, pod)
     # A recreation that read the Secret before it was deleted may have created another pod.

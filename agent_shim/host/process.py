@@ -46,7 +46,7 @@ KILL_TIMEOUT_S: Final = 10.0
 abandoned.
 """
 
-# include/uapi/linux/pidfd.h: struct pidfd_info, version 0 of 64 bytes: mask, cgroup, eleven ids, exit code.
+# include/uapi/linux/pidfd.h: struct pidfd_info, version 0 (64 bytes: mask, cgroup id, eleven ids, exit code).
 _PIDFD_GET_INFO: Final = 0xC040FF0B
 _PIDFD_INFO_EXIT: Final = 8
 _STATUS_DELAYS_S: Final = (0.001, 0.004, 0.016, 0.064)

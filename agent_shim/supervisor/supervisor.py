@@ -547,7 +547,7 @@ class Supervisor:
         return "starting" if state == "running" and time.monotonic() < self._settled_at else state
 
     def processes(self) -> list[ProcessInfo]:
-        """The processes as reported to the Director, in the order of the files."""
+        """Return the processes as reported to the Director, in the order of the monit files."""
         vcap = [service for service in self._services.values() if service.spec.is_vcap]
         return [info.process for info in self._readings.describe(vcap)]
 
@@ -559,7 +559,7 @@ class Supervisor:
         return list(self._services.values())
 
     def services(self) -> list[ServiceInfo]:
-        """Describe all services, in the order of the files."""
+        """Describe all services, in the order of the monit files."""
         return self._readings.describe(self._services.values())
 
     def events(self, name: str) -> list[Happening]:

@@ -624,8 +624,8 @@ def test_changed_bpm_memory_limit_is_read_again(world: JobTree, monkeypatch: pyt
     limits = []
     for more in ("{memory: 64M}", "{memory: 1M}", "{}", "1"):
         job(world, "true", f"  limits: {more}\n")
-        # The first version has the modification time 0, as files have that come from an archive without times. The
-        # agent must read it nevertheless.
+        # The first bpm.yml has the modification time 0, like a file from an archive without timestamps. The agent must
+        # read it nevertheless.
         os.utime(world.paths.jobs / "web/config/bpm.yml", (counted[0],) * 2)
         counted[0] += 1
         assert bpm.was_killed_for_memory(START)

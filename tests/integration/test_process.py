@@ -246,9 +246,7 @@ asyncio.run(main())
 
 @pytest.mark.attack("a job reads the agent's terminal or types into it")
 def test_spawned_process_has_no_access_to_the_agents_terminal() -> None:
-    """With access to the terminal, the process could read from it, type commands into it, or stop the agent by writing
-    to it.
-    """
+    """With access to the terminal, the process could read the operator's input and type commands."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", SPAWNING])

@@ -355,8 +355,8 @@ async def test_next_agent_completes_a_stop_of_which_only_the_marker_was_written(
 
 
 async def test_stop_that_cannot_be_recorded_fails(world: JobTree) -> None:
-    """The marker file dates from an earlier stop, after which an operator started the job. It therefore does not prove
-    that the job was stopped again.
+    """If the state cannot be saved, the marker file of a stop is enough to keep the job stopped. Here, that file is
+    from an earlier stop, after which the job was started, so the stop must fail.
     """
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")

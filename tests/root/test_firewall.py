@@ -141,8 +141,8 @@ async def test_boot_and_doctor_cause_no_errors_in_the_bus_servers_log(pod: Nette
 
 @pytest.mark.attack("root in a container removes the packet filter rules")
 async def test_packet_filter_rules_are_restored_and_outlive_the_agent(pod: Netted) -> None:
-    """If root in the container deletes the rules, the agent restores them when it connects again, and at the latest
-    after a minute.
+    """If root in the container deletes the rules, the agent restores them when it reconnects to the bus, or within a
+    minute if it stays connected.
     """
     await pod.start()
     await pod.firewall(enforced=True)

@@ -200,7 +200,9 @@ class _Wire(Transport):
         return self._reader.at_eof()
 
     def close(self) -> None:
-        """Close without TLS's closing message, and drop the references that keep the TLS buffers in memory."""
+        """Close the connection without TLS's ``close_notify``, and drop the references that keep the TLS buffers in
+        memory.
+        """
         if self._pipe is not None:
             self._pipe.abort()
             self._pipe, self._reader = None, asyncio.StreamReader()

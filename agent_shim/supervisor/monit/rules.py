@@ -115,7 +115,7 @@ def _test(reader: Reader, kind: values.Kind) -> values.Test | None:
 
 
 def _read_test(reader: Reader, wanted: str) -> values.Test | None:
-    """Parse the rest of a test, after the words that are the test's key in ``TESTS``."""
+    """Skip the words of the key ``wanted``, then parse the rest of the test with ``TESTS[wanted]``."""
     words = [] if wanted == "NUMBER" else wanted.split(" ") if wanted.startswith(PAIRS) else [wanted]
     for _ in words:
         reader.skip()

@@ -175,10 +175,8 @@ def status(mode: int, owner: int, links: int = 1) -> os.stat_result:
     return os.stat_result((mode, 1, 1, links, owner, 0, 0, 0, 0, 0))
 
 
-def test_guarded_read_checks_hard_links_only_below_a_root_directory(
-    tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a root directory, the path belongs to the agent, so jobs cannot have created a hard link."""
+def test_guarded_open_checks_hard_links_only_if_root_is_given(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ``root``, the path is in the agent's own directories, where jobs cannot create hard links."""
     counted: list[int] = []
     monkeypatch.setattr(guarded, "refuse_second_name", lambda found: counted.append(found.st_ino))
     path = tree / "a" / "b" / "file"

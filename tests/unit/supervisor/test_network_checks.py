@@ -24,7 +24,7 @@ from tests.support.serving import serving
         (r"\0x4", rb"\0x4"),
     ],
 )
-def test_send_text_of_a_network_check_can_express_any_byte(text: str, sent: bytes) -> None:
+def test_send_string_of_a_network_check_can_contain_any_byte(text: str, sent: bytes) -> None:
     assert network_checks.wire_text(text) == sent
 
 
