@@ -51,7 +51,7 @@ exec chroot . /usr/bin/env -i -C /project PATH=/usr/sbin:/usr/bin:/sbin:/bin HOM
 
 def main(arguments: list[str]) -> int:
     """Run the tests and return pytest's exit code."""
-    _enable_emulation()
+    enable_emulation()
     system = _system()
     _copy_project(system / "project")
     options = ["-q", "-p", "no:cacheprovider", "--hypothesis-profile=quick", "--timeout=1800"]
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
     return subprocess.run([*namespaces, "sh", "-c", _ENTER, system, *tests], check=False).returncode
 
 
-def _enable_emulation() -> None:
+def enable_emulation() -> None:
     """Let the kernel start arm64 programs in the emulator. A container has to mount ``binfmt_misc`` itself."""
     if not (BINFMT / "register").exists():
         subprocess.run(["mount", "-t", "binfmt_misc", "binfmt_misc", BINFMT], check=True)

@@ -7,7 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +33,8 @@ class Environment:
     director: Director
     monitor: HealthMonitor
     scratch: Path
+    timeout_s: float = field(default=60, kw_only=True)
+    """How long to wait for an agent, and for its jobs."""
 
     @property
     def blobs(self) -> Path:
@@ -69,7 +71,7 @@ class Environment:
 
     async def until_pong(self) -> None:
         """Send pings until the agent answers."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(self.timeout_s):
             while True:
                 with contextlib.suppress(RpcTimeoutError):
                     assert await self.director.value(AGENT, "ping", timeout=0.5) == "pong"
@@ -86,22 +88,28 @@ class Environment:
     async def until_state(self, wanted: str) -> None:
         """Wait until the jobs have the given state. After a restart, wait for the agent to answer first."""
         await self.until_pong()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(self.timeout_s):
             while (await self.director.value(AGENT, "get_state"))["job_state"] != wanted:
                 await asyncio.sleep(0.05)
 
 
 @asynccontextmanager
-async def environment(address: str, scratch: Path) -> AsyncIterator[Environment]:
-    """Run an environment whose bus accepts ``AGENT``. ``address`` need not exist yet."""
+async def environment(
+    address: str, scratch: Path, *, listen: str = "", timeout_s: float = 60
+) -> AsyncIterator[Environment]:
+    """Run an environment whose bus accepts ``AGENT``.
+
+    Containers connect to ``address``, which need not exist yet. The bus listens there or, if it is an address of
+    another network, on ``listen``.
+    """
     authority = Authority()
     pair = authority.server(hosts=("127.0.0.1", address))
     async with NatsServer(scratch / "bus", authority, pair=pair) as server:
         await server.add_agent(AGENT)
         director, monitor = Director(poll=0.1), HealthMonitor()
         async with (
-            Proxy(server.port, address) as proxy,
+            Proxy(server.port, listen or address) as proxy,
             monitor.on(server.peer(HEALTH_MONITOR)),
             director.on(server.peer()),
         ):
-            yield Environment(address, proxy, server, director, monitor, scratch)
+            yield Environment(address, proxy, server, director, monitor, scratch, timeout_s=timeout_s)

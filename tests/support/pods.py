@@ -87,14 +87,32 @@ def base_image(podman: Podman, where: Path) -> str:
     """
     if (wanted := os.environ.get("TEST_BASE_IMAGE")) and not IS_NEXT:
         return wanted
-    tag = f"{BASE}:{NEXT if IS_NEXT else 'bookworm-slim'}-{time.strftime('%Gw%V')}"
+    make: list[str | Path] = (
+        [ROOT / "tests/image/next_base"] if IS_NEXT else [ROOT / "stemcell_overlay/make/base", "bookworm"]
+    )
+    return _imported(podman, NEXT if IS_NEXT else "bookworm-slim", make, where)
+
+
+def arm64_base_image(podman: Podman, where: Path) -> str:
+    """Build a plain Debian image for arm64 in an emulator, at most once a week."""
+    make: list[str | Path] = [ROOT / "stemcell_overlay/make/base", "bookworm"]
+    return _imported(podman, "bookworm-slim-arm64", make, where, "--arch=arm64")
+
+
+def _imported(podman: Podman, name: str, make: list[str | Path], where: Path, *options: str) -> str:
+    """Return this week's base image of this name. ``options`` are understood by mmdebstrap and by ``podman import``."""
+    tag = f"{BASE}:{name}-{time.strftime('%Gw%V')}"
     if podman.run("image", "exists", tag).returncode != 0:
         archive = where / "base.tar"
-        make = [ROOT / "tests/image/next_base"] if IS_NEXT else [ROOT / "stemcell_overlay/make/base", "bookworm"]
-        subprocess.run([*make, archive], check=True, capture_output=True)
-        podman("import", "--quiet", str(archive), tag)
+        subprocess.run([*make, archive, *options], check=True, capture_output=True)
+        podman("import", "--quiet", *options, str(archive), tag)
         archive.unlink()
     return tag
+
+
+def secrets() -> list[str]:
+    """Return the options of a build that pass the secrets that this machine has."""
+    return [f"--secret=id={name},src={path}" for name, path in SECRETS.items() if path.exists()]
 
 
 def build(podman: Podman, base: str, target: str = "", *, tree: Path = ROOT, name: str = IMAGE) -> str:
@@ -104,9 +122,8 @@ def build(podman: Podman, base: str, target: str = "", *, tree: Path = ROOT, nam
     """
     image = f"{name}-{target}" if target else name
     before = podman.run("image", "inspect", "--format", "{{.Id}}", image).stdout.decode().strip()
-    secrets = [f"--secret=id={name},src={path}" for name, path in SECRETS.items() if path.exists()]
     stage = [f"--target={target}"] if target else []
-    arguments = [f"--build-arg=BASE_IMAGE={base}", "--build-arg=COMPILERS=", *stage, *secrets, "--tag", image]
+    arguments = [f"--build-arg=BASE_IMAGE={base}", "--build-arg=COMPILERS=", *stage, *secrets(), "--tag", image]
     if IS_NEXT:
         arguments.append("--build-arg=OPTIONAL=udhcpc")
     podman("build", "--quiet", *arguments, str(tree))

@@ -19,7 +19,19 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "agent_shim"
 DEMO = "demo"
 NOT_OURS = frozenset(
-    {".git", ".arm64", ".guest", ".mutate", ".venv", ".tools", ".hypothesis", "__pycache__", "dist", "build"}
+    {
+        ".git",
+        ".arm64",
+        ".arm64-kernel",
+        ".guest",
+        ".mutate",
+        ".venv",
+        ".tools",
+        ".hypothesis",
+        "__pycache__",
+        "dist",
+        "build",
+    }
 )
 
 
