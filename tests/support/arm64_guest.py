@@ -28,6 +28,7 @@ from tests.support.source import ROOT
 
 HOST: Final = "10.0.2.2"
 """Address in the machine's network at which qemu forwards connections to the host's loopback interface."""
+BOOT_TIMEOUT_S: Final = 600
 CACHE: Final = ROOT / ".arm64-kernel"
 SUITE: Final = "bookworm"
 PACKAGES: Final = "linux-image-arm64,busybox-static"
@@ -127,9 +128,10 @@ async def running(disk: Path, blobs: Path, log: Path) -> AsyncIterator[Machine]:
     server = await asyncio.start_unix_server(lambda *streams: connected.put_nowait(streams), socket)
     emulator = await asyncio.create_subprocess_exec(*argv, stdin=subprocess.DEVNULL)
     try:
-        reader, writer = await connected.get()
-        machine = Machine(emulator, reader, writer)
-        await machine.answer()
+        async with asyncio.timeout(BOOT_TIMEOUT_S):
+            reader, writer = await connected.get()
+            machine = Machine(emulator, reader, writer)
+            await machine.answer()
         yield machine
         writer.close()
     finally:

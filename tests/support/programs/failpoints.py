@@ -20,11 +20,8 @@ from agent_shim.daemon.main import Daemon
 
 def restarted() -> list[str]:
     """Return the names of the tasks that the agent restarts after a failure."""
-    return sorted(task.get_name() for task in asyncio.all_tasks() if is_restarted(task.get_coro()))
-
-
-def is_restarted(coroutine: Any) -> bool:
-    return getattr(coroutine, "__name__", "") == run_forever.__name__
+    named = {task.get_name(): getattr(task.get_coro(), "__name__", "") for task in asyncio.all_tasks()}
+    return sorted(name for name, coroutine in named.items() if coroutine == run_forever.__name__)
 
 
 def obey() -> None:
