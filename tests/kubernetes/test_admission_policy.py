@@ -21,6 +21,8 @@ from tests.cpi.fake_api import FakeApiServer, FakeCluster
 from tests.support.kubernetes.api_server import TIMEOUT_S, ApiServer, programs
 from tests.support.source import ROOT
 
+pytestmark = pytest.mark.kubernetes
+
 Document = dict[str, Any]
 
 NAMESPACE = "bosh"

@@ -1,0 +1,25 @@
+"""Every test belongs to a ring, so a task runs it."""
+
+from __future__ import annotations
+
+import re
+
+from tests.support.source import ROOT
+
+UNMARKED = ("integration", "contract", "cpi", "structure", "unit")
+"""The directories whose tests ``./dev test`` runs without a mark."""
+MARK = re.compile(
+    r"pytest\.mark\.(root|slow|image|kubernetes|arm64|lxd|vm|releases|go_agent|chaos|sabotage)\b|^@case\(", re.MULTILINE
+)
+
+
+def test_test_files_outside_the_daily_tests_have_the_mark_of_a_ring() -> None:
+    """Each task selects its tests by a mark, so no task would run the tests of a file without one."""
+    files = [path for path in (ROOT / "tests").glob("*/test_*.py") if path.parent.name not in UNMARKED]
+
+    assert len(files) > 50
+    assert [path.name for path in files if not MARK.search(path.read_text())] == []
+
+
+def test_dev_runs_the_directories_without_marks() -> None:
+    assert f'ring "{" ".join(f"tests/{name}" for name in UNMARKED)}" 300 "$DAILY"' in (ROOT / "dev").read_text()
