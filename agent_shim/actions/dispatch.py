@@ -157,7 +157,7 @@ class Dispatcher:
             else:
                 cancelled = asyncio.Event() if asyncio.Event in found.injected.values() else None
                 work = partial(self._run, found, request, cancelled)
-                if found.persistent:  # stored before the reply reveals its id
+                if found.persistent:  # the task must be stored before the reply reveals its id
                     task = await self._tasks.submit_persistent(found.method, work, data)
                     await self._agent.state_backup.update()
                 else:

@@ -229,7 +229,7 @@ class Tasks:
     async def _run_next(self, failure: Callable[[str, BaseException], str]) -> None:
         task, work = await self._queue.get()
         self._waiting_bytes -= task.size
-        if task.state != "running":  # it was cancelled while in the queue
+        if task.state != "running":  # the task was cancelled while it was in the queue
             return
         self.running = task
         task.begun_at = time.monotonic()

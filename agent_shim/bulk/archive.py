@@ -143,7 +143,7 @@ class _Blocks:
     def read(self, size: int) -> bytes:
         data: bytes = self._stream.read(size)
         if not self._is_header:
-            self._is_header = True  # that was the data of an extended header, so a header comes next
+            self._is_header = True  # this block was the data of an extended header, so the next one is a header
         elif size == tarfile.BLOCKSIZE:
             self._check(data)
         return data

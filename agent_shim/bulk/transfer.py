@@ -22,7 +22,7 @@ from agent_shim.core.digest import Hasher
 from agent_shim.core.errors import BlobError, LastingError
 from agent_shim.host.files import CHUNK_BYTES
 
-with lean_imports.without_authorities():  # each client creates its own TLS context
+with lean_imports.without_authorities():  # no default context is needed, because each client creates its own
     import aiohttp
 from yarl import URL
 

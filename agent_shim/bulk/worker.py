@@ -61,7 +61,7 @@ def become_worker(parent: int) -> None:
     process.disable_core_dumps(for_good=True)
     with suppress(OSError, ValueError):
         score = Path("/proc/self/oom_score_adj")
-        # Keep a higher score, because the kubelet sets one of up to 1000 for the container, including the agent.
+        # If the score is already higher, keep it, because the kubelet sets up to 1000 for all processes in a container.
         score.write_text(str(max(OOM_SCORE, int(score.read_text()))))
 
 

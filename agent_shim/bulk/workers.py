@@ -110,7 +110,7 @@ class _Worker:
         """Return the answer to ``request``. Raises ``ActionError`` if the worker dies."""
         loop = asyncio.get_running_loop()
         received = b""
-        with suppress(ConnectionError):  # the worker has exited, and its status is more informative
+        with suppress(ConnectionError):  # the worker has exited, and its exit status says more than this error
             await loop.sock_sendall(self._socket, msgspec.json.encode(request) + b"\n")
             while piece := await loop.sock_recv(self._socket, CHUNK_BYTES):
                 *lines, received = (received + piece).split(b"\n")

@@ -344,7 +344,7 @@ def _shell(call: CommandLine) -> int:
 
     def argv(terminal: int | None) -> tuple[list[str], int]:
         order["terminal"] = terminal
-        descriptor = os.memfd_create("order")  # do not write it to a disk, because the environment may contain secrets
+        descriptor = os.memfd_create("order")  # not a file on disk, because the environment may contain secrets
         os.write(descriptor, json.dumps(order).encode() + b"\n")
         os.lseek(descriptor, 0, os.SEEK_SET)
         return [*reply["launcher"], str(descriptor)], descriptor

@@ -54,7 +54,7 @@ def show(logs: Sequence[Log], count: int, *, is_named: bool, follows: bool) -> N
     """
     out = sys.stdout.buffer
     latest: Log | None = None
-    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the regular end
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to stop following a log
         for log in logs:
             latest = _head(out, log, latest) if is_named else log
             out.write(log.shown(b"".join(line + b"\n" for line in log.last(count)), out))

@@ -557,7 +557,7 @@ def _status(args: argparse.Namespace) -> int:
         return code
     from agent_shim.cli import ansi
 
-    # On a terminal, redraw the page in place. Into a pipe, write one page after the other.
+    # On a terminal, redraw the page in place. If the output is a pipe, write one page after the other.
     is_screen = ansi.is_for_people(sys.stdout) and not args.json
     with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as at_end:
         if is_screen:

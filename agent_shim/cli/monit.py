@@ -113,8 +113,8 @@ def _act(command: Command, action: str) -> int:
     match action:
         case "summary" | "status":
             return _show(command)
-        # The Director gives monit files to the agent, so there is nothing to reload. A daemon that replaces monit reads
-        # its files again.
+        # If an agent is running, there is nothing to reload, because the agent gets monit files from the Director. If
+        # it is the daemon that replaces monit, the daemon reads its files again.
         case "reload":
             _need(command, "reload")
             print("Reinitializing monit daemon", file=sys.stderr)

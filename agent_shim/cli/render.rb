@@ -57,7 +57,7 @@ module Properties
   def find(name) = name.split('.').inject(@raw_properties) { |at, key| at.is_a?(Hash) ? at[key] : nil }
 end
 
-# The result of if_p and if_link. Its else runs the block only if the value is missing.
+# if_p and if_link return this if a value is missing. Its else therefore runs the block.
 Otherwise = Struct.new(:job) do
   def else = yield
   def else_if_p(*names, &block) = job.if_p(*names, &block)
@@ -106,7 +106,8 @@ class Link
     "the link #{@name} has no property #{names.join(', ')}: #{why}"
   end
 
-  # The address of a single instance is its own, and `whole` is that of all instances. Other selections would need bosh-dns.
+  # Return the instance's own address if the criteria select a single instance, or `whole` if they select all instances. The
+  # address of any other selection would need bosh-dns.
   def address(criteria = {})
     return @given['address'] if manual?
     zones = criteria[:azs] || criteria['azs']
@@ -155,7 +156,7 @@ def deep(value)
   end
 end
 
-# Return the line in the template, and a text that says which value is missing if ruby only says that something is nil.
+# Return the line in the template and the error message. If ruby only says that something is nil, name the missing value.
 def mistake(error, place, text)
   line = (error.backtrace || []).grep(/\A#{Regexp.escape(place)}:/).first.to_s[/:(\d+)/, 1]
   line ||= error.message[/#{Regexp.escape(place)}:(\d+)/, 1]

@@ -195,7 +195,7 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
         Step("trusted certificates", authorities, late=True),
         Step("names of other instances", names),
         Step("leftovers of interrupted work", leftovers),
-        # Install it at boot, because scripts and operators may call it before the first ``apply``.
+        # Install bpm at boot, because scripts and operators may call it before the first ``apply``.
         Step("command bpm", partial(asyncio.to_thread, install_bpm_wrapper, paths)),
         Step("monit user", partial(_write_monit_user, paths, monit_password)),
         Step("links and files of the instance", partial(_restore_instance, agent), vital=True),

@@ -72,8 +72,8 @@ def main(options: RunOptions) -> int:
 
         tail.stream(options.paths.log, as_json=log.is_json(form), out=sys.stdout)
     process.take_name(NAME)
-    # Keep asyncio.run from installing its own handler. When that handler is replaced later, asyncio would load the
-    # module inspect (0.4 MB) to describe the task.
+    # Keep asyncio.run from installing its own handler for SIGINT. When the agent later replaced that handler, asyncio
+    # would load the module inspect (0.4 MB) to describe the task.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return asyncio.run(Daemon(options, config).serve())
 

@@ -319,7 +319,7 @@ class Story:
         pidfile = self.base / "sys/run/web/web.pid"
         before = pidfile.read_text()
         with self.step("web killed with SIGKILL, until it answers again") as details:
-            os.kill(int(before), signal.SIGKILL)  # the demonstration sends this signal, not the agent
+            os.kill(int(before), signal.SIGKILL)  # simulates a crash; the agent signals no pid from a file
             while pidfile.read_text().strip() in ("", before.strip()):
                 await asyncio.sleep(0.001)
             details.append((await self._until_answered(self.release.url)).strip())

@@ -339,8 +339,8 @@ def _of_processes(readings: Readings) -> Iterator[Metric]:
     memory: Rows = [(label, service.process.mem_kb * 1024) for label, service in named]
     yield _gauge("process_memory_bytes", "Resident memory of the process tree.", memory, "process")
     yield _counter("process_cpu_seconds", "Processor time of the process tree.", rows("cpu_seconds"), "process")
-    # Count open files in this thread, because before Linux 6.2 counting means listing up to a million files of each
-    # process.
+    # Count open files here, because this function runs in a thread and not in the event loop. Before Linux 6.2, the
+    # only way to count is to list up to a million files of each process.
     open_files: Rows = [(label, proc.open_files(service.pid) if service.pid else 0) for label, service in named]
     yield _gauge("process_open_files", "Open files of the process.", open_files, "process")
     yield _gauge("process_threads", "Threads of the process tree.", rows("threads"), "process")

@@ -122,8 +122,8 @@ def is_mount_point(path: Path, table: Sequence[Mount] | None = None) -> bool:
     if table is None:
         raw = MOUNTINFO.read_bytes()
         encoded = os.fsencode(real)
-        # Search for the name before parsing, because this is called before each write of a file, most tables do not
-        # contain the name, and parsing takes a hundred times longer.
+        # Search for the name before parsing the table. Parsing takes a hundred times longer, this function is called
+        # before each write of a file, and most tables do not contain the name.
         if not _ESCAPED.search(encoded) and b" " + encoded + b" " not in raw:
             return False
         table = parse(raw)

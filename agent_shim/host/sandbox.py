@@ -153,7 +153,7 @@ async def _try_namespaces() -> str:
         try:
             async with prepared(wanted, start) as running:
                 pass
-            async with asyncio.timeout(PREPARE_TIMEOUT_S):  # another process of the same user may stop it
+            async with asyncio.timeout(PREPARE_TIMEOUT_S):  # another process of the same user could stop the probe
                 status = await running.wait_or_terminate(0.0)
             if status == 0:
                 return ""

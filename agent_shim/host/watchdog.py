@@ -25,7 +25,7 @@ from agent_shim.host import clock
 
 logger = logging.getLogger(__name__)
 
-BEAT_S: Final = 10.0  # other tasks of the loop wake at the same time, which saves wake-ups
+BEAT_S: Final = 10.0  # also the period of other tasks, so that one wake-up of the loop serves all of them
 STEP_S: Final = 2.0
 REPORT_AFTER_S: Final = 6.0
 END_AFTER_S: Final = 60.0
@@ -65,7 +65,7 @@ def watching(feed: Callable[[], None], period: float = 0.0) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_VIRTUAL, END_AFTER_S)
             before, missed_s, seen = missed_s, missed_s + step_s if beats == seen else 0.0, beats
             if before < REPORT_AFTER_S <= missed_s:
-                faulthandler.dump_traceback_later(END_AFTER_S, exit=True)  # writing to the log may hang too
+                faulthandler.dump_traceback_later(END_AFTER_S, exit=True)  # exit even if writing to the log hangs
                 stack = "".join(traceback.format_stack(sys._current_frames().get(ident)))  # noqa: SLF001 - documented
                 text = "the event loop is blocked%s: the agent exits after %g s, and the next one adopts the jobs"
                 logger.critical(text, "".join(_reading), END_AFTER_S, extra={"members": {"stack": stack}})

@@ -106,7 +106,7 @@ class Firewall:
         if targets == self._proxied:
             return PROXIED
         wanted = chains(targets, {0, os.geteuid()})
-        if targets != self._proven:  # a new connection shows immediately whether the rules break it, so wait for one
+        if targets != self._proven:  # wait for a link, on which a ping then shows whether the rules block it
             await self._is_heard(HEARD_WITHOUT_RULES_S)
         await nftables.replace(wanted)
         if targets == self._proven and self._is_linked():

@@ -166,7 +166,7 @@ class Scripts:
         while True:
             answer = await self._ask_drain(job, arguments, environment, cancelled)
             if cancelled.is_set():
-                return True  # whatever the script has printed
+                return True  # regardless of what the script has printed
             if _INTEGER.fullmatch(answer) is None:
                 logger.warning("drain of job %s failed: it printed %r, not a number of seconds", job, answer[:80])
                 return False

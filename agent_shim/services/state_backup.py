@@ -212,7 +212,7 @@ class StateBackup:
             if not is_same_root:
                 self.root_is_new = True
                 ours = msgspec.structs.replace(ours, is_prepared=False)
-        # From here on, the restore counts as complete. If the agent is killed before this, the next agent restores the
+        # Writing the stamp completes the restore. If the agent is killed before that, the next agent restores the
         # backup again.
         self._stamp = ours
         self._update()
@@ -274,7 +274,7 @@ class StateBackup:
         if self._stamp is None:
             return
         async with self._writing:
-            # Do not use a thread for this, because starting a thread would take longer than these stat calls.
+            # Make these stat calls in the event loop, because starting a thread would take longer.
             is_changed = any(files.version(file.path) != self._copied.get(file.path, ()) for file in self._files)
             if is_changed or self._are_stamps_due:
                 await asyncio.to_thread(self._update)
@@ -292,7 +292,7 @@ class StateBackup:
             if (seen := files.version(file.path)) == self._copied.get(file.path, ()):
                 continue
             if seen is None and not file.is_removed:
-                self._copied[file.path] = seen  # the file was never written, or the next agent will restore it
+                self._copied[file.path] = seen  # keep any copy, so that the next agent can restore the missing file
                 continue
             copy, raw = self._copy_of(file), None
             try:

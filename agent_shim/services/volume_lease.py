@@ -251,7 +251,7 @@ class VolumeLeases:
         lease = Lease(SCHEMA, self._holder, self._agent_id, self._host, self._boot, hold.count, is_over)
         raw = msgspec.json.encode(lease)
         try:
-            # Pad with blanks to overwrite the rest of a longer lease.
+            # Pad with blanks, because the previous lease in the file may be longer.
             os.pwrite(hold.descriptor, raw.ljust(min(os.fstat(hold.descriptor).st_size, _MAX_BYTES)), 0)
             os.fdatasync(hold.descriptor)
         except OSError as exc:

@@ -454,8 +454,8 @@ class Bpm:
         if hog := self._killed_by_kernel(entry):
             self._hogs.append(hog)
         entry.cgroup.remove()
-        # If a cgroup could not be removed, it continues to count. Remember the present total, so that the next process
-        # is not blamed for earlier kills.
+        # If a cgroup could not be removed, the next process uses it, and its counter of kills is not reset. Remember
+        # the present count, so that earlier kills are not attributed to that process.
         with self._counting:
             entry.oom_kills = (entry.cgroup.memory() or (0, 0))[0]
 

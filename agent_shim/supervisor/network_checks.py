@@ -213,8 +213,8 @@ class PageReader:
         self.has_length = False
         self.page = bytearray()
         self.digest = hashlib.new(DIGESTS[len(wanted.checksum)], usedforsecurity=False) if wanted.checksum else None
-        # Be lenient like monit. This is safe, because a probe does not forward data that another parser could interpret
-        # differently.
+        # Accept invalid HTTP, as monit does. This is safe, because a probe does not forward data that another parser
+        # could interpret differently.
         self.parser = httptools.HttpResponseParser(self)
         self.parser.set_dangerous_leniencies(
             lenient_headers=True,

@@ -77,7 +77,7 @@ class PathWatch:
         except FileNotFoundError:
             return []
         except OSError as exc:
-            if exc.errno == errno.ELOOP:  # do not read the content of a file behind a link of a job
+            if exc.errno == errno.ELOOP:  # a job's link leads to the file, so check its metadata but not its content
                 found = list(self._findings(partial(_refuse, exc), self._path.stat(), troubles))
             else:
                 troubles.append(exc.strerror or str(exc))
@@ -204,7 +204,7 @@ class PathWatch:
             has = _has(rule.test, line)
             if has and any(_has(test, line) for test in self._spec.passed_over):
                 return
-            shown = line.partition(b"\0")[0].decode(errors="replace")  # because monit's strings end there
+            shown = line.partition(b"\0")[0].decode(errors="replace")  # in monit, a string ends at the first NUL
             yield number, CheckResult(has, f"content {'matches' if has else 'does not match'} [{shown}]")
 
 

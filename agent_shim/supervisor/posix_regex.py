@@ -43,7 +43,7 @@ class Pattern:
             raise ValueError("a back reference: matching it may take forever")
         self._compile(pattern)
         depths = list(itertools.accumulate((piece == b"(") - (piece == b")") for piece in pieces))
-        if min(depths, default=0) >= 0:  # not for patterns with an unmatched ")", which is an ordinary character
+        if min(depths, default=0) >= 0:  # in a pattern with an unmatched ")", the added parentheses would pair with it
             # Anchor the pattern so that the text is read only once. Otherwise, the library would try one start position
             # after the other.
             self._compile(b"^.*(" + pattern + b")")

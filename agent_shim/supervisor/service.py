@@ -508,7 +508,7 @@ class Service:
             if not spec.is_process:
                 await finder.look_at_path(spec)
             # For a check that has no process, monit runs the start program even if the path exists. In a restart, monit
-            # runs the stop program before.
+            # runs the stop program first.
             if (spec.is_process or spec.start is None) and await finder.look(spec, record.processes):
                 return
             if spec.start is None:
@@ -557,7 +557,7 @@ class Service:
             self.notify("Exists", "alert", f"process is running with pid {finder.pid}")
             self.on(Trigger.SETTLED)
             return
-        is_young = time.monotonic() - finder.up_at < self._timing.cycle  # monit would not have checked it until then
+        is_young = time.monotonic() - finder.up_at < self._timing.cycle  # monit would not have seen it yet
         if not await self._has_successor(how):
             await self._lost(how)
         elif not (is_settling or is_young) and (before is None or finder.pid != before.pid):
@@ -624,8 +624,8 @@ class Service:
         text = self.spec.absence_words
         call = self.spec.start_call
         by_limit = call is not None and self._shared.bpm.was_killed_for_memory(call)
-        # Claim the kill even if bpm's limit explains it, because the container's counter includes kills in nested
-        # cgroups.
+        # Call ``was_oom`` even if bpm's limit explains the kill. The container's counter includes kills in nested
+        # cgroups, and the call claims this kill, so that the exit of another process is not attributed to it.
         by_kernel = how == Signal(signal.SIGKILL) and self._shared.was_oom()
         if by_limit or by_kernel:
             by_whom = "because it exceeded its memory limit" if by_limit else "by the kernel because memory ran out"

@@ -210,7 +210,7 @@ class Supervisor:
         """Kill processes above their memory limit in bpm.yml. The processes are then restarted as after any other
         exit.
         """
-        await self.bpm.used()  # most instances never use bpm
+        await self.bpm.used()  # on most instances, this waits forever
         while True:
             begun_at = time.monotonic()
             for kill in await asyncio.to_thread(self.bpm.kill_hogs):
@@ -381,8 +381,8 @@ class Supervisor:
         was_wanted, self._is_wanted = self._is_wanted, True
         self._starting = [each for each in self._services.values() if each.spec.is_vcap or each.spec.mode != "manual"]
         try:
-            # Save first, because if this agent exits in between, the next agent must know every started process. The
-            # marker remains valid until it is removed.
+            # Save before starting anything, because if this agent is killed in between, the next agent must know every
+            # process that was started. Until the marker is removed, the next agent leaves the jobs stopped.
             if is_asked:
                 await self._require_saved()
             else:
@@ -426,8 +426,8 @@ class Supervisor:
             recorded.set()
         if wait:
             await _stopped(concerned, timeout)
-            # Save now, because otherwise the next request would have to wait for it. A save in progress may not include
-            # the last exit.
+            # Save now, because otherwise the next request would have to wait for the save. A save that is already in
+            # progress may not include the last exit.
             if self._is_dirty or self._writing.locked():
                 await self._save()
             others = [each.process for each in self._all() if each not in concerned]

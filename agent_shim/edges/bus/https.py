@@ -37,7 +37,7 @@ from agent_shim.edges import accepting
 from agent_shim.edges.bus import Handle, tls
 from agent_shim.host import files
 
-with lean_imports.without_authorities():  # each server creates its own TLS context
+with lean_imports.without_authorities():  # no default context is needed, because each server creates its own
     from aiohttp import web
 
 logger = logging.getLogger(__name__)

@@ -134,7 +134,7 @@ class _Wire(Transport):
         Plaintext received before the handshake must not be read as data from the authenticated server.
         """
         assert self._pipe is not None
-        if self._pipe.is_closing():  # asyncio would otherwise wait for an answer
+        if self._pipe.is_closing():  # otherwise start_tls would wait for an answer that never comes
             raise ConnectionResetError("the server has closed the connection")
         stream, host = _Stream(), uri if isinstance(uri, str) else uri.hostname
         loop = asyncio.get_running_loop()
@@ -185,8 +185,8 @@ class _Wire(Transport):
     def write(self, payload: bytes) -> None:
         if self._pipe is not None:
             self._pipe.write(payload)
-        # Only answers to the server's pings can exceed this limit, because ``Link.send`` refuses messages at a lower
-        # one.
+        # Only answers to the server's pings can exceed this limit, because ``Link.send`` has a lower limit, at which it
+        # refuses messages.
         if self.backlog > MAX_BACKLOG_BYTES + 2 * MAX_REPLY_BYTES:
             self._on_end("the server does not accept data")
 
@@ -234,7 +234,7 @@ class Link:
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.wire = _Wire(self.end)
         self._client = Client()
-        # nats-py has no parameter for a transport, so this private name has to be used. It is the only one.
+        # Set a private attribute, because nats-py has no parameter for a transport. No other private name is used.
         self._client._transport = self.wire  # noqa: SLF001
 
     async def open(self, context: ssl.SSLContext, agent_id: str, dial_timeout_s: float) -> None:

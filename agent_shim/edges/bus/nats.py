@@ -344,7 +344,9 @@ class NatsBus:
                 self._greeted_at = number
                 self._changed.set()
             await self._abandon(link)
-            await asyncio.gather(opening, return_exceptions=True)  # it may have failed just before the cancellation
+            # The task may have failed just before the link was abandoned. Retrieve its exception, which asyncio would
+            # otherwise log.
+            await asyncio.gather(opening, return_exceptions=True)
             raise
         return link
 

@@ -96,7 +96,7 @@ class Logs:
 
         If the path is a link, only the link is removed.
         """
-        is_ours = Path(path).parent == self._paths.bundled_logs  # only root can write there
+        is_ours = Path(path).parent == self._paths.bundled_logs  # only root can write to this directory
         try:
             if is_ours and re.fullmatch(_BUNDLE, Path(path).name):
                 await asyncio.to_thread(files.remove_tree, Path(path))

@@ -164,14 +164,14 @@ class Follower:
         try:
             yield
         except OSError as exc:
-            if exc.errno != errno.ENOENT:  # otherwise it was removed after the search
+            if exc.errno != errno.ENOENT:  # ENOENT means that the file was removed after the search
                 self._refused(guarded.shown(path), exc.strerror or str(exc))
 
 
 def stream(directory: Path, *, as_json: bool, out: TextIO) -> None:
     """Write new log lines of jobs to ``out``, in a daemon thread because a slow reader may block the write."""
-    # Do not use a buffered file. The thread would hold its lock while a write blocks, and the interpreter needs that
-    # lock at exit.
+    # Do not use a buffered file. The thread would hold the buffer's lock while a write blocks, and the interpreter
+    # needs that lock at exit.
     raw = open(out.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115 - for as long as the process lives
 
     def run() -> None:

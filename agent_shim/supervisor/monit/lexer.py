@@ -244,7 +244,7 @@ def _single(match: re.Match[str], tokens: list[Token]) -> int:
     match match.lastgroup:
         case "quoted":
             kind, value = "PATH" if text[1] == "/" and "\n" not in text else "STRING", unescape(text[1:-1])
-        case "mail":  # a line of a mail format ends with the word, the line or the braces
+        case "mail":  # an address ends with the word, a subject with the line, and a message with the braces
             kind, _, value = text.partition(":")
             kind, value = kind.upper(), value.strip(" \t\r\n")
         case "url":

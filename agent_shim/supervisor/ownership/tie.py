@@ -50,7 +50,7 @@ def tie(
         return (Tie.NAMED if record.is_only_named else Tie.OWNED), ""
     is_fresh = record.is_fresh(pidfile)
     is_older = was_written_after(pidfile, found)
-    # The pidfile counts only if its owner could signal the process itself.
+    # The pidfile counts only if its owner could also signal the process without the agent's help.
     is_allowed = pidfile.owner in (0, os.geteuid(), proc.user(found.pid))
     if pidfile == record.named_by or (found.identity == record.program and not is_fresh):
         return Tie.NONE, "its pidfile is older than the process"
