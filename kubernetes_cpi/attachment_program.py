@@ -438,7 +438,7 @@ def processes(uid: str) -> Iterator[int]:
     forms = (uid, uid.replace("-", "_"))
     for name in os.listdir("/proc"):
         for thread in threads(name)[-1:] if name.isdigit() else ():
-            # Ask the last thread, because the first one may have exited and is then in no cgroup.
+            # Read the cgroup of the last thread, because the first thread may have exited and is then in no cgroup.
             text = text_of(f"{thread}/cgroup")
             if any(form in text for form in forms):
                 yield int(name)

@@ -258,7 +258,8 @@ def _make_secret(session: Session, vm: Vm, settings: Object, base: Object) -> No
     secret = manifests.secret(vm, settings, base)
     _, is_good = _create_or_compare(session, SECRETS, vm.namespace, secret, _has_same_data)
     if not is_good:
-        # An earlier attempt with this agent id had other settings. Its pod uses them, so end it.
+        # The existing Secret comes from an earlier attempt with this agent id but other settings. End the pod of that
+        # attempt, because it uses those settings.
         pods.end(session, vm.namespace, vm.cid, grace_s=GRACE_OF_FAILED_S, is_name_needed=True)
         session.client.delete(SECRETS, vm.namespace, vm.cid)
         session.client.ensure(SECRETS, vm.namespace, secret)
