@@ -315,11 +315,11 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
     by_hand, by_cpi, steps = [], [], []
     for _ in range(count):
         disk = await director.create_disk(instance)
-        # The first attachment binds the claim to a volume. This is time spent by the storage and must not count.
+        # The first attachment binds the claim to a volume. The time that the storage needs for this must not count.
         await site.cpi.call("attach_disk", instance.vm, disk)
         await site.cpi.call("detach_disk", instance.vm, disk)
-        # Wait for the end of the previous pod, because the next pod has the same name. This is time spent by the
-        # kubelet and must not count.
+        # Wait for the end of the previous pod, because the next pod has the same name. The time that the kubelet needs
+        # for this must not count.
         await asyncio.to_thread(bare.until_gone, names.attachment(instance.vm, disk))
         telling = asyncio.create_task(asyncio.to_thread(bare.steps_of_next, bare.watch(names.KIND_ATTACHMENT)))
         began = time.monotonic()

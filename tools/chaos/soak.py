@@ -265,7 +265,7 @@ class Soak:
                 await asyncio.sleep(0.05)
             took = time.monotonic() - healed_at
             self._record.connected.append(took)
-            await self._stand.answers(back - took, patience=back)  # Under this load, an answer may take that long.
+            await self._stand.answers(back - took, patience=back)  # Under this load, one answer may take all this time.
             await until(lambda: len(self._record.beats) > beats, 3, "no heartbeat arrived after the reconnection")
         finally:
             self._record.outages[-1] = (begun_at, time.monotonic())
@@ -416,7 +416,7 @@ async def _measure(one: Stand, record: Record) -> None:
     """Record the agent's size and scrape its metrics at regular intervals."""
     number = 0
     while True:
-        with contextlib.suppress(OSError, KeyError):  # This happens while the agent is being restarted.
+        with contextlib.suppress(OSError, KeyError):  # The size cannot be read while the agent is being restarted.
             if number % record.profile.sampled == 0:
                 record.sizes.append((time.monotonic(), one.size()))
         if number % record.profile.scraped == 0:

@@ -90,7 +90,7 @@ def main() -> int:
     key = authority.client("job").private_key
     kept = args.keep or Path(tempfile.mkdtemp(prefix="comparison-"))
     kept.mkdir(parents=True, exist_ok=True)
-    # Leave through the `with` blocks, which remove the environments.
+    # On SIGTERM, raise SystemExit, so that the `with` blocks remove the environments.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     for package in ("agent_shim", "tools/comparison", "tests/support"):
         # Compile the modules now, because the environments cannot write to the source tree and would compile them at

@@ -190,7 +190,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
                 and "Connection failed - restart" in one.go_alerts
                 and (one.what.endswith(" lives") or "state" in one.what or one.what.startswith("process of "))
             )
-            or (  # The last restart may end only in the next phase.
+            or (  # The last restart may not be complete until the next phase.
                 one.act == "port open again"
                 and one.is_restarted_by_port
                 and one.what.endswith((" lives", " is the former one"))

@@ -190,7 +190,7 @@ class GoWorld(ComparedAgent):
     def start(self) -> None:
         options = ["-P", "dummy", "-M", "monit", "-C", str(VCAP / "bosh/agent.json"), "-b", str(VCAP)]
         go = str(SCRATCH / "bosh-agent")
-        environment = ENVIRONMENT | {"TMPDIR": f"{VCAP}/data/tmp"}  # Set by the stemcell.
+        environment = ENVIRONMENT | {"TMPDIR": f"{VCAP}/data/tmp"}  # A stemcell sets TMPDIR for the agent.
         self.agent = subprocess.Popen(
             [go, *options], env=environment, stdout=self.log(), stderr=subprocess.STDOUT, cwd=VCAP / "bosh"
         )
@@ -437,7 +437,7 @@ class Life:
             await asyncio.sleep(1 + patience)  # The Director also waits before its first query.
             limit = START_LIMIT_S + START_LIMIT_CYCLES * self.cycle + patience * len(self.pidfiles)
             if not await self.until(self.is_running, limit) and any(map(living, self.pidfiles.values())):
-                await self.until(self.is_running, START_LIMIT_S)  # monit starts each process in another cycle.
+                await self.until(self.is_running, START_LIMIT_S)  # monit may start each process in a different cycle.
         return phase
 
     async def _updates(self, wanted: list[str]) -> None:
@@ -571,7 +571,7 @@ class Life:
 
     async def _stop(self, about: str) -> Phase:
         async with self.phase(f"{about}stop") as phase:
-            limit = 2 * SCRIPT_LIMIT_S + 6 * self.cycle  # A drain script may take longer.
+            limit = 2 * SCRIPT_LIMIT_S + 6 * self.cycle  # A stop waits for the stop programs of all services.
             phase.value = str(await asyncio.wait_for(self.director.run(AGENT, "stop"), limit))
         phase.texts["processes"] = "\n".join(sorted(stand_ins()))
         return phase

@@ -22,7 +22,7 @@ end
 
 class UnknownLink < StandardError; end
 
-# `spec` and `properties` in templates: an OpenStruct on each level, whose members can also be read as in a Hash.
+# The type of `spec` and `properties` in templates. Each level is an OpenStruct whose members can also be read as in a Hash.
 class Deep < OpenStruct
   def self.of(value)
     case value
@@ -168,7 +168,7 @@ def guess(name, pem)
   end
 end
 
-# Return an entry for a list of databases or roles.
+# Return a guessed entry for a list of databases or roles.
 def member(tag) = { 'tag' => tag, 'name' => tag, 'username' => tag, 'password' => 'guessed', 'citext' => true }
 
 # Replace a guessed value whose type caused the error, usually with a list of the values that the template looks for.
