@@ -48,8 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
         build_keeper_of_checkout()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [GUARDED_START, os.environ.get("PYTHONPATH")]))
-    # There is no deadline for an example, because it would be missed on a slow machine. Quick runs try a fifth of the
-    # usual examples.
+    # Set no time limit for an example, because slow machines would exceed it. Quick runs try a fifth of the usual
+    # number of examples.
     hypothesis.settings.register_profile("daily", deadline=None)
     hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
     hypothesis.settings.load_profile(config.getoption("--hypothesis-profile") or "daily")

@@ -153,7 +153,7 @@ async def test_state_files_are_complete_after_a_kill_at_any_write(stand: Stand) 
 
     async def boot() -> None:
         os.kill(stand.pid, signal.SIGCONT)
-        await stand.answers(60)  # this takes long because each system call of the agent is traced
+        await stand.answers(60)  # the boot takes long, because each system call of the agent is traced
         await world.until_running()
 
     async def boot_point(version: str) -> Told:
@@ -306,7 +306,7 @@ async def test_container_restarted_in_place_starts_its_jobs(stand: Stand) -> Non
             elif not place.is_dir() or place.is_symlink():
                 place.unlink()
         for number in range(5):
-            (base / f"data/sys/run/job{number}/job{number}.pid").write_text("1\n")  # found by the next agent
+            (base / f"data/sys/run/job{number}/job{number}.pid").write_text("1\n")  # pidfiles that name PID 1
         (base / "data/sys/run/stale").touch()
 
     stand.between = reset

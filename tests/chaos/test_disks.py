@@ -111,7 +111,7 @@ async def test_apply_refuses_incomplete_changed_and_missing_blobs(stand: Stand) 
     blob = stand.world.store / "package0-2"
     good = blob.read_bytes()
     errors = []
-    # The second variant is a complete archive that only has another digest.
+    # The second variant is a valid archive, but its digest is not the expected one.
     for content in (good[:-1000], archive({"content": b"another"}), b"", None):
         if content is None:
             blob.unlink()
@@ -139,7 +139,7 @@ async def _until_it_fits(stand: Stand, *, inodes: int = 0) -> str:
     stand.remember()
     errors = set()
     for megabytes in (8, 4, 2):
-        # Run this in a thread, because this process must keep answering the bus server's pings.
+        # Pack the blobs in a thread, because this process must keep answering the bus server's pings.
         spec = await asyncio.to_thread(stand.world.spec, 1, 8, megabytes << 20, version=f"v{megabytes}")
         error = await refused(stand, "apply", spec)
         expect("No space left on device" in error, f"the error does not say that there is no space: {error}")

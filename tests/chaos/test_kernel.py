@@ -276,7 +276,7 @@ async def test_hanging_disk_does_not_delay_other_requests(stand: Stand) -> None:
     await asyncio.wait_for(writer.wait(), 30)
     await stand.answers(1)
     told = f"a request took at most {longest * 1000:.0f} ms, one to an echo server {others * 1000:.0f} ms"
-    # Allow as much more time as another process needed, because an emulated processor may stall for a second.
+    # Add the time that an echo server in another process needed, because an emulated processor may stall for a second.
     expect(longest < 2 + others, f"{told}, but the agent may take at most 2 s longer")
     stand.tell(f"{told}; {beats} heartbeats in {lasting} s")
 
@@ -327,7 +327,7 @@ async def test_requests_are_answered_over_a_lossy_connection(stand: Stand) -> No
     await stand.deploy(3)
     stand.remember()
     requests = []
-    # With 20 % packet loss, TCP itself needs 5 s or more for one request in ten.
+    # Keep the packet loss low. With a loss of 20 %, TCP itself needs 5 s or more for one request in ten.
     async with _netem(stand.proxy.port, "delay 500ms 300ms loss 2% duplicate 5%"):
         beats, begun_at = len(stand.monitor.of("heartbeat", AGENT)), time.monotonic()
         for number in range(20):

@@ -108,8 +108,8 @@ async def test_agent_survives_repeated_disconnections(stand: Stand) -> None:
 @case("N-05", "pings arrive while the agent installs packages of 600 MB and packs logs of 440 MB", is_long=True)
 async def test_pings_are_answered_during_heavy_work(stand: Stand) -> None:
     await stand.boot()
-    # Run this in threads. If it blocked the event loop, the proxy in this process would stop, and the agent and the bus
-    # would drop the silent connection.
+    # Write the files in threads. If this blocked the event loop, the proxy in this process would stop, and the agent
+    # and the bus server would drop the silent connection.
     spec = await asyncio.to_thread(stand.world.spec, 2, 6, 100 << 20)
     logs = stand.world.base / "data/sys/log/job0"
     logs.mkdir(parents=True, exist_ok=True)

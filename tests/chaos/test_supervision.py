@@ -161,7 +161,7 @@ async def test_processes_with_reused_pids_get_no_signal(stand: Stand) -> None:
     stand.remember()
     rounds = str(stand.of(300, 10_000))
     program = [sys.executable, "-m", "tests.support.programs.reuse", str(stand.world.scratch / "reuse"), rounds, "5"]
-    # Make a shell process 1, so that it adopts the orphans that the program leaves.
+    # Run a shell as PID 1 of the namespace, so that it adopts the orphans that the program leaves behind.
     inside = ["sh", "-c", '"$@"; exit $?', "sh", *program]
     apart = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--", *inside]
     done = await asyncio.to_thread(
@@ -370,7 +370,7 @@ async def test_concurrent_commands_never_start_a_job_twice(stand: Stand) -> None
                 await until(lambda: commands("sleep 100011") == OUTCOMES[first], 10, told)  # noqa: B023
             [seen] = (await asked(stand, "services", action="show"))["services"]
             if seen["phase"] in ("running", "stopped"):
-                wanted = int(seen["phase"] == "running")  # but the start script may not have reached its exec yet
+                wanted = int(seen["phase"] == "running")  # reached only once the start script has executed sleep
                 other = f"{first} and {second}: the job is {seen['phase']}, but its process count is not {wanted}"
                 await until(lambda: commands("sleep 100011") == wanted, 5, other)  # noqa: B023
     await ask("stop")

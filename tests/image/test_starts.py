@@ -124,7 +124,7 @@ CPIS = {
         volume=True,
         options=("--ulimit=nofile=1024", "--ulimit=nproc=1024"),
     ),
-    # bosh-lxd-cpi-release ran the image's own init, before it created VMs instead of containers.
+    # Older versions of bosh-lxd-cpi-release, which created containers instead of VMs, ran the image's own init.
     "lxd": CpiStart(("/sbin/init",)),
     # bosh-libvirt-cpi-release driver/domains/lxc.go runs the agent as PID 1.
     "libvirt": CpiStart(("/var/vcap/bosh/bin/bosh-agent", "-C", AGENT_JSON, "-P", "ubuntu"), volume=True),

@@ -172,7 +172,7 @@ def _listens(port: int) -> bool:
 
 def s3(method: str, url: str, data: bytes = b"") -> bytes:
     """Send a request to the S3 server without the agent. Return the response body."""
-    signed = "AWS4-HMAC-SHA256 Credential=key-id/20260101/us-east-1/s3/aws4_request"  # moto does not verify it
+    signed = "AWS4-HMAC-SHA256 Credential=key-id/20260101/us-east-1/s3/aws4_request"  # moto ignores the signature
     headers = {"Content-Type": "application/octet-stream", "Authorization": signed}
     with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=30) as response:
         content: bytes = response.read()

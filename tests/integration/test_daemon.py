@@ -136,7 +136,7 @@ async def test_shutdown_stops_the_jobs_and_they_stay_stopped_after_a_restart(ins
             status, output = await instance.execute("probe", "ready")
     assert "shut down by the Director" in output
     assert await instance.stop_agent() == 0
-    # The next agent must find the shutdown in the backup too, because a new container has another root file system.
+    # The backup must record the shutdown too, because in a new container the next agent has a new root file system.
     assert (Paths(instance.base).mirror / "shut_down").read_text() == AGENT
     argv = [word.format(config=instance.scratch / "agent.json", base=instance.base) for word in shlex.split(COMMAND)]
     log = instance.scratch / "agent.log"

@@ -172,7 +172,7 @@ async def test_stopped_jobs_stay_stopped_in_a_new_container_until_started(
 
     await restart_container(instance)
 
-    await instance.director.run(AGENT, "list_disk")  # would wait for the recovery of jobs if that had begun
+    await instance.director.run(AGENT, "list_disk")  # this would hang if the recovery had begun
     assert (await state(instance))["job_state"] == "stopped" or not was_started
     assert events(instance) == []
     await instance.director.run(AGENT, "start")

@@ -24,7 +24,7 @@ def test_unit_tests_detect_most_of_the_mutants_that_they_reach(tmp_path: Path) -
     """Mutants in lines that no unit test runs are counted but not tested. Later stages of ``./dev mutate`` test
     them.
     """
-    faulthandler.cancel_dump_traceback_later()  # the run may take longer than its limit
+    faulthandler.cancel_dump_traceback_later()  # the run may take longer than pytest's faulthandler_timeout
     argv = [sys.executable, "-m", "tools.chaos.mutate", *FOLDERS, "--share", "60", "--stages", "1", "--tests", *TESTS]
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}
     environment = {**outside, "SHIM_MUTATE_STORE": str(tmp_path)}

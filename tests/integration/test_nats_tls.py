@@ -81,7 +81,7 @@ async def test_agent_certificate_rejected_by_the_server_is_reported_and_retried(
         async with on_bus(bad, reread=reread) as bus:
             await connected(bus)
 
-    # If the server closes the connection before its TLS alert is read, the error is that of the socket.
+    # If the server closes the connection before the agent has read the TLS alert, the agent reports a socket error.
     refused = ("the server refuses our certificate", "Broken pipe", "Connection reset")
     assert any(text in caplog.text for text in refused)
     assert asked == [bad] * 3

@@ -71,7 +71,7 @@ async def test_orderly_stop_cuts_off_a_drain_beyond_the_grace_period(world: Loca
     pid = int((world.paths.run / "slow/slow.pid").read_text())
 
     stop = OrderlyStop(2)
-    async with asyncio.timeout(60):  # much less than the 1000 s for which the script asks
+    async with asyncio.timeout(60):  # much less than the 1000 s that the drain script requests
         await stop.run(world.agent)
         await until(lambda: not Path(f"/proc/{pid}").exists())
 

@@ -51,8 +51,8 @@ async def test_process_that_replaces_the_main_process_in_a_reload_is_followed_an
     world: JobTree, how: str, old: str, is_of_another_job: bool
 ) -> None:
     """The start program does not run again, and the stop ends both the old and the new process."""
-    # A daemon empties its pidfile before it writes its pid. Wait long enough between two checks that the file is not
-    # empty in both, even on a busy machine.
+    # A daemon empties its pidfile before it writes its pid. Leave so much time between two checks that not both of them
+    # see the empty file, even on a busy machine.
     world.timing = msgspec.structs.replace(world.timing, look=0.5)
     reload = RELOADS[how] + ("; kill $old" if old == "ends" else "")
     async with world.checking(*proxy(world, reload, is_of_another_job=is_of_another_job)) as supervisor:
@@ -65,8 +65,8 @@ async def test_process_that_replaces_the_main_process_in_a_reload_is_followed_an
             found.append(info(supervisor, "haproxy").pid)
         assert found[-1] == number_in(world.pidfile("haproxy"))
         await in_state(supervisor, "haproxy", "running")
-        # Wait, because the supervisor may see the new pid before the script has read it, and the script then ends the
-        # old process.
+        # Wait for the script to end the old process. The script does that only after it has read the new pid, which the
+        # supervisor may see earlier.
         await until(lambda: [is_alive(pid) for pid in found] == [old == "stays", old == "stays", True])
         await supervisor.stop(wait=True)
 

@@ -119,7 +119,7 @@ async def test_jobs_start_only_after_the_late_boot_steps(instance: RunningAgent)
     instance.command = played("late_boot.py", may_end)
 
     await instance.start_agent()
-    await instance.run("list_disk")  # would wait for the start of the jobs if that had begun
+    await instance.run("list_disk")  # this would hang if the agent had begun to start the jobs
     assert not prepared.exists()
 
     may_end.touch()

@@ -392,7 +392,7 @@ async def test_monitoring_a_dead_service_restarts_its_unmonitored_dependants(wor
         await supervisor.unmonitor_one("b")
         await supervisor.monitor_one("b")
         await in_state(supervisor, "b", "running")
-        assert info(supervisor, "c").state == "unmonitored"  # because b had not died
+        assert info(supervisor, "c").state == "unmonitored"  # b was still alive, so its dependant was not restarted
 
         await supervisor.unmonitor_one("b")
         kill(info(supervisor, "b").pid)

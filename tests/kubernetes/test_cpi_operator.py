@@ -198,8 +198,8 @@ async def test_network_policy_of_a_group_blocks_other_groups(node: FirstNode, tm
     if not node.has("kube-router"):
         pytest.skip("nothing among the programs enforces NetworkPolicies")
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
-        # Remove the egress policy, because kube-router 1.2 does not support its IPv6 rule. It would let every packet
-        # that may leave one VM into the other VM, regardless of the ingress policy.
+        # Remove the egress policy, because kube-router 1.2 does not support its IPv6 rule. With that rule, kube-router
+        # would deliver every packet that may leave one VM to the other VM, regardless of the ingress policy.
         await site.namespace.kubectl("delete", "networkpolicy", "bosh-vms-out")
         director = site.deployments
         outside = await director.first_deploy("outside", with_disk=False)

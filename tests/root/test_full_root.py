@@ -101,8 +101,8 @@ async def test_stop_survives_a_restart_although_data_is_full_or_read_only(
     await instance.run("stop")
     await instance.kill_agent()
     if fault is fill:
-        # The stop has removed the pidfile and thus freed space. The running agent may have taken some of it for a
-        # moment when it tried to save its state.
+        # Fill the disk again, because the stop has freed space by removing the pidfile. The killed agent may also have
+        # freed space that it used for a moment when it tried to save its state.
         fill(data)
     await instance.start_agent()
     with pytest.raises(RpcRemoteError, match=r"cannot write .*supervisor\.json"):

@@ -96,8 +96,8 @@ class SupervisedMachine:
             await asyncio.sleep(0.05)
             text = log.read_text(errors="replace") if log.exists() else ""
             asked, actions = text.count(RELOADS), len(ACTION.findall(text))
-            # While the Go agent waits for a reload, it logs such a line every second. The first line of an action means
-            # that monit must be killed. If ten more lines follow, it must be killed again.
+            # While the Go agent waits for a reload, it logs a line that matches RELOADS every second. After the first
+            # such line of an action, kill monit. If ten more lines follow, kill it again.
             if asked > seen and (actions != last or asked - killed >= 10):
                 killed, last = asked, actions
                 with suppress(OSError, ValueError):

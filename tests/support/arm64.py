@@ -92,7 +92,7 @@ def _system() -> Path:
     wheels = ["--only-binary=:all:", "--python-version", PYTHON, *(f"--platform={each}" for each in PLATFORMS)]
     hashed = ["--require-hashes", "--no-deps", "-r", str(LOCK)]
     _do(sys.executable, "-m", "pip", "install", "-qq", *hashed, *wheels, "--target", half / "site")
-    for name in ("passwd", "group", "hosts"):  # An installation script would have created passwd and group.
+    for name in ("passwd", "group", "hosts"):  # The installation scripts, which create the first two, were not run.
         shutil.copy(f"/etc/{name}", half / "etc" / name)
     half.rename(system)
     return system

@@ -223,7 +223,7 @@ def _locks_of_the_interpreter() -> range:
     """Return the address range of the interpreter's state. If the interpreter does not export its symbol, return all
     addresses.
     """
-    import ctypes  # Only guarded agents need this module.
+    import ctypes  # Imported late, because only guarded agents need this module.
 
     try:
         state = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))

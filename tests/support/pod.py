@@ -234,7 +234,7 @@ class PodInstance:
         target = self.volume(into)
         async with asyncio.timeout(60):
             while True:
-                # Another worker may be exiting at this moment.
+                # The worker may exit before it gets the signal.
                 with suppress(ProcessLookupError):
                     if (number := self._worker()) and len(list(target.iterdir())) > 5:
                         os.kill(number, signal.SIGSTOP)

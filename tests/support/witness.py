@@ -371,7 +371,7 @@ class Witness:
         found += [f"I13: the mode of {path} has changed" for path in wrong[:1]]
         if spec is before.applied and not found:
             now = self._deployed()
-            # Ignore new files below ``data``, because a refused apply may have installed other versions there.
+            # Ignore new files below ``data``, because a refused apply may have installed other bundles there.
             new = {path for path in now.keys() - before.files.keys() if not path.startswith("data/")}
             wrong = sorted(new | {path for path, entry in before.files.items() if now.get(path) != entry})
             wrong = [path for path in wrong if not any(path.endswith(one.partition("/")[2]) for one in stand.written)]
@@ -498,7 +498,7 @@ class Witness:
     def _measured(self, before: Before, state: Mapping[str, Any]) -> list[str]:
         """Compare the metrics with what was observed (I18)."""
         stand = self._stand
-        beat_at = self._heartbeats()[-1].at  # The next heartbeat may arrive during the scrape.
+        beat_at = self._heartbeats()[-1].at  # Read before the scrape, during which the next heartbeat may arrive.
         told = {
             label: float(value)
             for label, _, value in (line.rpartition(" ") for line in stand.scrape().splitlines())

@@ -55,7 +55,8 @@ def cached(cache: Path) -> Path:
         apt = _Apt(Path(scratch))
         source = apt.source("kubernetes")
         compiler = _run(["go", "version"]).strip()
-        # Hash only the build recipe. Otherwise a changed import in this module would cause a build of half an hour.
+        # Hash only the build recipe. Otherwise, any changed import in this module would trigger a build, which takes
+        # half an hour.
         recipe = f"{inspect.getsource(_build)} {PROGRAMS} {TAGS}"
         parts = {"source": f"{source.version} {source.digest}", "compiler": compiler, "recipe": recipe}
         key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -181,6 +181,6 @@ def test_daemon_exits_with_a_message_if_its_base_directory_cannot_be_created(
 ) -> None:
     monkeypatch.setattr(
         "agent_shim.core.log.setup", lambda **_: None
-    )  # it needs the descriptor of stderr, which capsys replaces
+    )  # log.setup needs the descriptor of stderr, which capsys replaces
     assert run("run", "-b", "/proc/nope") == 70
     assert "agent-shim: cannot start: " in capsys.readouterr().err

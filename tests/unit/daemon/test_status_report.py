@@ -96,7 +96,7 @@ async def test_status_values_come_from_their_sources(tmp_path: Path, monkeypatch
     found = await status_report.status(live_with_status(tmp_path, monkeypatch), "running", 61)
 
     del found["version"]
-    # Both values are larger on a busy machine.
+    # Both values may be larger on a busy machine.
     assert 7 <= found["bus"].pop("heartbeat_secs") < 3605 <= found.pop("task_secs")
     assert found == {
         "phase": "running",
