@@ -1,6 +1,6 @@
-# An image that a CPI, Kubernetes or a user starts like a stemcell. Its base is a stemcell, or plain Debian or Ubuntu with the
-# packages of a stemcell. It adds the overlay, and in /opt/agent_shim the agent with its own interpreter and init. Nothing is
-# downloaded at run time.
+# An image that a CPI, Kubernetes or a user starts like a stemcell. Its base is a stemcell, or plain Debian or Ubuntu, to which
+# it adds the packages of a stemcell. It also adds the overlay and, in /opt/agent_shim, the agent with its own interpreter and
+# init. Nothing is downloaded at run time.
 #
 #   docker build -t agent-shim .                                                      # also podman, buildah
 #   docker build --build-arg REVISION=$(git rev-parse HEAD) -t agent-shim .           # name the commit in the image
@@ -25,11 +25,11 @@ RUN apt-get update \
         ${PYTHON} ${PYTHON}-venv s6 patchelf binutils gcc musl-tools \
     && apt-get clean && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-# An interpreter and an init that neither upgrades nor releases change.
+# Copy an interpreter and an init, which neither package upgrades nor releases can change.
 COPY stemcell_overlay/make make
 RUN ${PYTHON} make/interpreter /opt/agent_shim/python && make/init /opt/agent_shim/s6
 COPY requirements requirements
-# The environment /build builds the wheel of this project and installs into /opt/agent_shim, which has no pip.
+# /build is an environment with pip. It builds this project's wheel and installs it into /opt/agent_shim, which has no pip.
 RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=ca_bundle,target=/run/secrets/ca.crt \
     if [ -s /run/secrets/ca.crt ]; then export PIP_CERT=/run/secrets/ca.crt; fi \
     && export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ONLY_BINARY=:all: PIP_REQUIRE_HASHES=1 \
@@ -89,8 +89,8 @@ ARG SYSLOG="rsyslog-gnutls rsyslog-openssl rsyslog-relp"
 ARG OPTIONAL="runit udhcpc"
 # Compilers for BOSH packages.
 ARG COMPILERS="bison build-essential cmake flex gettext libssl-dev pkg-config zlib1g-dev libreadline-dev"
-# All packages of the tier `slim`: those that the agent, logins and bpm need, without cron and rsyslog, and none for release
-# scripts.
+# The tier `slim` has only these packages, which the agent, logins and bpm need. It lacks cron, rsyslog, and the packages for
+# release scripts.
 ARG TIER=full
 ARG SLIM="bash bzip2 ca-certificates curl iproute2 libcap2-bin libexpat1 libffi8 locales mount openssh-server openssl procps sudo \
     tar tzdata util-linux xz-utils zstd"
@@ -117,8 +117,8 @@ RUN apt-get update \
 # --- the image --------------------------------------------------------------------------------------------------------
 FROM system
 COPY --from=build /opt/agent_shim /opt/agent_shim
-# The builder mounts its own /etc/hosts, /etc/resolv.conf and the like. The image would get the files of the base below these
-# mounts, which often contain the resolver and host name of some machine, so replace them with blank files.
+# Replace /etc/hosts, /etc/resolv.conf and the like with blank files. The base's files often contain the resolver and host name
+# of some machine, and `apply` cannot replace them, because the builder has mounted its own files over them.
 COPY stemcell_overlay/blank /
 RUN PYTHONDONTWRITEBYTECODE=1 /opt/agent_shim/python/bin/python3 /opt/agent_shim/overlay/apply /
 
@@ -139,8 +139,8 @@ LABEL org.opencontainers.image.title="agent_shim" \
     io.bosh.stemcell.version="${STEMCELL_VERSION:-0.3.0-dev}" \
     io.bosh.stemcell.api_version="3"
 
-# CPIs replace CMD with their own command, before which an entry point would be put.
+# Set no entry point, because CPIs replace CMD with their own command, and an entry point would be put before that command.
 ENTRYPOINT []
 CMD ["/sbin/init"]
-# Set the stop signal, because this init cannot catch SIGRTMIN+3, with which a base that uses systemd is stopped.
+# Set the stop signal, because a base that uses systemd sets SIGRTMIN+3, which this init cannot catch.
 STOPSIGNAL SIGTERM
