@@ -39,6 +39,7 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=
     && /build/bin/pip --python /opt/agent_shim/bin/python3 install -r requirements/runtime.lock
 COPY LICENSE README.md pyproject.toml hatch_build.py ./
 COPY agent_shim agent_shim
+COPY tools/__init__.py tools/shell_pages.py tools/
 # Compile once, without docstrings. Without the compiled files the agent would take four times as long to start. Symbols are
 # stripped, because they make up two thirds of the libraries in wheels.
 ARG REVISION=

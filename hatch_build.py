@@ -1,6 +1,8 @@
-"""Build hooks for hatchling: they set the version and commit, create the wheel's README and compile the keeper.
+"""Build hooks for hatchling: they set the version and commit, create the wheel's README, compile the keeper, and
+generate the completion scripts and the manual page.
 
-``python hatch_build.py`` compiles the keeper of a checkout if it is missing or older than its source.
+``python hatch_build.py`` writes the files that a checkout needs from a build: the keeper, unless it is newer than its
+source, and the completion scripts, which ``agent-shim completion`` prints.
 """
 
 from __future__ import annotations
@@ -26,6 +28,15 @@ HOME = "https://github.com/agent-shim/agent-shim"
 KEEPER = "agent_shim/host/keeper"
 """Path of the keeper, the program that supervises job processes. Its source has the same path with ``.c``."""
 KEEPER_FLAGS = ("-std=gnu11", "-Os", "-Wall", "-Wextra", "-Werror", "-s")
+COMPLETION = "agent_shim/cli/completion"
+"""Path of the directory with the completion scripts."""
+SHELL_PAGES = {
+    "agent-shim.bash": "share/bash-completion/completions/agent-shim",
+    "_agent-shim": "share/zsh/site-functions/_agent-shim",
+    "agent-shim.fish": "share/fish/vendor_completions.d/agent-shim.fish",
+    "agent-shim.1": "share/man/man1/agent-shim.1",
+}
+"""The completion scripts and the manual page, each with the path below the prefix where shells and ``man`` find it."""
 
 
 def version() -> str:
@@ -133,6 +144,18 @@ def build_keeper_of_checkout() -> None:
         build_keeper(target, ("-static", "-no-pie"))
 
 
+def write_shell_pages(target: Path) -> None:
+    """Write the completion scripts and the manual page to a directory. They are generated from the definition of the
+    command line, which can be imported without the libraries of the agent.
+    """
+    sys.path.insert(0, str(ROOT))
+    from tools import shell_pages
+
+    target.mkdir(exist_ok=True)
+    for name in SHELL_PAGES:
+        (target / name).write_text(shell_pages.page(name))
+
+
 class PageHook(MetadataHookInterface):
     """Sets the description (from README.md) and the URLs in a package's metadata."""
 
@@ -148,7 +171,9 @@ class PageHook(MetadataHookInterface):
 
 
 class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Writes the version and the commit into ``agent_shim/__init__.py`` of a build, and adds the keeper to a wheel."""
+    """Writes the version and the commit into ``agent_shim/__init__.py`` of a build, and adds the keeper, the
+    completions and the manual page to a wheel.
+    """
 
     def dependencies(self) -> list[str]:
         """Return the PyPI package of a C compiler (100 MB) if this builds a wheel and the system has no compiler."""
@@ -156,7 +181,8 @@ class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":
-            build_keeper_of_checkout()
+            build_checkout()
+            build_data["shared_data"].update({f"{COMPLETION}/{name}": at for name, at in SHELL_PAGES.items()})
             return
         text = SOURCE.read_text()
         for name, value in (("__version__", globals()["version"]()), ("__revision__", revision())):
@@ -170,11 +196,20 @@ class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if self.target_name == "wheel":
             build_keeper(scratch / "keeper")
             build_data["force_include"][str(scratch / "keeper")] = KEEPER
+            write_shell_pages(scratch / "pages")
+            build_data["force_include"][str(scratch / "pages")] = COMPLETION
+            build_data["shared_data"].update({str(scratch / "pages" / name): at for name, at in SHELL_PAGES.items()})
             # A static program needs no libc, so the wheel can be installed on systems with glibc or musl. The tags
             # contain the minimum version of each.
             build_data["tag"] = f"py3-none-manylinux_2_17_{machine()}.musllinux_1_1_{machine()}"
             build_data["pure_python"] = False
 
 
-if __name__ == "__main__":
+def build_checkout() -> None:
+    """Write the files that a checkout needs from a build."""
     build_keeper_of_checkout()
+    write_shell_pages(ROOT / COMPLETION)
+
+
+if __name__ == "__main__":
+    build_checkout()

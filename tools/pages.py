@@ -8,15 +8,15 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Final
 
 from agent_shim.cli import ansi, status_text
 from agent_shim.daemon import boot
 from agent_shim.supervisor.monit import parser, rules
 from agent_shim.supervisor.state import ACTIVE, NEXT, State, Trigger
-from tests.support import attacks_page, commands_page, limits_page, metrics_page, shell_pages, state_files
+from tests.support import attacks_page, limits_page, metrics_page, state_files
 from tests.support.source import PACKAGE, ROOT, Module, floors, modules
+from tools import commands_page
 from tools.bench import draw
 
 PAGES: Final = ROOT / "docs"
@@ -152,25 +152,8 @@ def prometheus_rule() -> str:
         # Replace YAML aliases with the values of their anchors, because some tools that process manifests do not
         # support them.
         rules = rules.replace(f"&{name} ", "").replace(f"*{name}\n", text)
-    head = _object("monitoring.coreos.com/v1", "PrometheusRule", "agent-shim")
-    return f"{head}spec:\n{_inner(f'groups:{rules}', 2)}"
-
-
-def dashboard() -> str:
-    """Return the dashboard in a ConfigMap with the label that Grafana's sidecar looks for."""
-    board = (PROMETHEUS.parent / "grafana/agent-shim.json").read_text()
-    head = _object("v1", "ConfigMap", "agent-shim-dashboard", '  labels: {grafana_dashboard: "1"}\n')
-    return f"{head}data:\n  agent-shim.json: |\n{_inner(board, 4)}"
-
-
-def _object(version: str, kind: str, name: str, labels: str = "") -> str:
-    return (
-        f"# Made by `python -m tools.pages`.\napiVersion: {version}\nkind: {kind}\nmetadata:\n  name: {name}\n{labels}"
-    )
-
-
-def _inner(text: str, width: int) -> str:
-    return textwrap.indent(text, " " * width)
+    head = "apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\nmetadata:\n  name: agent-shim\n"
+    return f"# Made by `python -m tools.pages`.\n{head}spec:\n{textwrap.indent(f'groups:{rules}', '  ')}"
 
 
 def status_picture() -> str:
@@ -184,11 +167,6 @@ def status_picture() -> str:
 
 FILES: Final[Mapping[str, Callable[[], str]]] = {
     "deploy/prometheus/prometheusrule.yaml": prometheus_rule,
-    "deploy/prometheus/dashboard.yaml": dashboard,
-    "agent_shim/cli/completion/agent-shim.bash": partial(shell_pages.completion, "bash"),
-    "agent_shim/cli/completion/_agent-shim": partial(shell_pages.completion, "zsh"),
-    "agent_shim/cli/completion/agent-shim.fish": partial(shell_pages.completion, "fish"),
-    "agent_shim/cli/completion/agent-shim.1": shell_pages.manual,
     "docs/pictures/status.svg": status_picture,
     "docs/pictures/figures.svg": lambda: draw.figures((ROOT / "README.md").read_text()),
 }

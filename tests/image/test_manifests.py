@@ -47,7 +47,9 @@ def test_kubernetes_manifests_are_valid(name: str, version: str, tmp_path: Path)
 
 
 def test_monitoring_component_adds_monitoring_to_an_instance(tmp_path: Path) -> None:
-    """The objects for monitoring must be in the namespace that the overlay sets."""
+    """The objects for monitoring must be in the namespace that the overlay sets. The dashboard is in a ConfigMap with
+    the label that Grafana's sidecar looks for.
+    """
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
     overlay = {
         "namespace": "mine",
@@ -60,6 +62,10 @@ def test_monitoring_component_adds_monitoring_to_an_instance(tmp_path: Path) -> 
 
     assert {one["kind"] for one in documents} > {"StatefulSet", "PodMonitor", "PrometheusRule", "ConfigMap"}
     assert {one["metadata"]["namespace"] for one in documents} == {"mine"}
+    (board,) = (one for one in documents if "grafana_dashboard" in one["metadata"].get("labels", {}))
+    assert (board["kind"], board["metadata"]["name"]) == ("ConfigMap", "agent-shim-dashboard")
+    assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert board["data"] == {"agent-shim.json": (ROOT / "deploy/grafana/agent-shim.json").read_text()}
 
 
 def test_manifest_check_detects_an_unknown_field(tmp_path: Path) -> None:

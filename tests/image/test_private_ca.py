@@ -22,7 +22,7 @@ pytestmark = pytest.mark.image
 
 PARTS = (
     *("Dockerfile", ".dockerignore", "LICENSE", "README.md", "pyproject.toml", "hatch_build.py"),
-    *("agent_shim", "requirements", "stemcell_overlay", "systemd"),
+    *("agent_shim", "requirements", "stemcell_overlay", "systemd", "tools"),
 )
 KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 

@@ -15,16 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands_page import parsers
+from agent_shim.cli import commands
 from tests.support.instance import COMMAND, RunningAgent
-from tests.support.source import ROOT
+from tools import shell_pages
 
-SCRIPTS = ROOT / "agent_shim/cli/completion"
 SHELLS = {
-    "bash": (["bash", "--noprofile", "--norc", "-i"], f"source {SCRIPTS}/agent-shim.bash"),
+    "bash": (["bash", "--noprofile", "--norc", "-i"], "source scripts/agent-shim.bash"),
     "zsh": (
         ["zsh", "-f", "-i"],
-        f"fpath=({SCRIPTS} $fpath); autoload -U compinit; compinit -u -D; setopt menu_complete",
+        "fpath=($PWD/scripts $fpath); autoload -U compinit; compinit -u -D; setopt menu_complete",
     ),
 }
 FISH = {
@@ -52,8 +51,9 @@ async def running(instance: RunningAgent) -> RunningAgent:
 
 
 def typed(shell: str, scratch: Path, keys: str) -> list[str]:
-    """Type these keys in a shell. Return the words on the line afterwards."""
+    """Type these keys in a shell that has loaded its completion script. Return the words on the line afterwards."""
     argv, begin = SHELLS[shell]
+    write_script(shell, scratch)
     assert shutil.which(argv[0]), f"{shell} is missing: ./dev ci installs it"
     environment = os.environ | {"PATH": f"{scratch}/bin:{os.environ['PATH']}", "TERM": "dumb", "HOME": str(scratch)}
     ours, theirs = pty.openpty()
@@ -71,6 +71,12 @@ def typed(shell: str, scratch: Path, keys: str) -> list[str]:
             child.kill()
             os.close(ours)
     return seen[seen.rindex("<agent-shim>") :].partition(">end")[0].strip("<").split("><")
+
+
+def write_script(shell: str, scratch: Path) -> None:
+    script = scratch / "scripts" / commands.SHELLS[shell]
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(shell_pages.completion(shell))
 
 
 def _until(terminal: int, wanted: str, seconds: float = 60) -> str:
@@ -119,7 +125,8 @@ async def test_bash_and_zsh_complete_service_names(shell: str, key: str, running
 def fish(line: str, where: Path) -> list[str]:
     """Return the words that fish offers as completions of a line."""
     assert shutil.which("fish"), "fish is missing: ./dev ci installs it"
-    source = f"source {SCRIPTS}/agent-shim.fish; complete -C {shlex.quote(line)}"
+    write_script("fish", where)
+    source = f"source scripts/agent-shim.fish; complete -C {shlex.quote(line)}"
     environment = os.environ | {"HOME": str(where), "PATH": f"{where}/bin:{os.environ['PATH']}"}
     argv = ["fish", "--no-config", "-c", source]
     done = subprocess.run(argv, capture_output=True, text=True, env=environment, cwd=where, check=True)
@@ -142,8 +149,10 @@ async def test_fish_completes_service_names(running: RunningAgent) -> None:
 
 @pytest.mark.slow
 def test_manual_page_formats_without_warnings() -> None:
-    argv = ["groff", "-man", "-Tascii", "-P-cbou", "-ww", str(ROOT / "agent_shim/cli/completion/agent-shim.1")]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    argv = ["groff", "-man", "-Tascii", "-P-cbou", "-ww"]
+    done = subprocess.run(argv, input=shell_pages.manual(), capture_output=True, text=True, check=True)
 
     assert done.stderr == ""
-    assert [line.strip() for line in done.stdout.splitlines() if line.strip() in parsers()] == list(parsers())
+    assert [line.strip() for line in done.stdout.splitlines() if line.strip() in shell_pages.parsers()] == list(
+        shell_pages.parsers()
+    )

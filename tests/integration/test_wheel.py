@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 import agent_shim
 from hatch_build import revision, version
 from tests.support.source import ROOT
+from tools import shell_pages
 
 
 @pytest.fixture(scope="module")
@@ -114,20 +115,22 @@ def test_every_module_of_the_wheel_can_be_imported(programs: Path) -> None:
 
 
 def test_wheel_installs_completion_and_manual(programs: Path) -> None:
-    """They are installed in the directories where shells and ``man`` look for them."""
+    """They are installed in the directories where shells and ``man`` look for them. They are ASCII, so that every
+    locale can print them.
+    """
     installed_files = {
-        "bash-completion/completions/agent-shim": "agent-shim.bash",
-        "zsh/site-functions/_agent-shim": "_agent-shim",
-        "fish/vendor_completions.d/agent-shim.fish": "agent-shim.fish",
+        "bash": "bash-completion/completions/agent-shim",
+        "zsh": "zsh/site-functions/_agent-shim",
+        "fish": "fish/vendor_completions.d/agent-shim.fish",
     }
+    share = programs.parent / "share"
 
-    for target, source in installed_files.items():
-        wanted = (ROOT / "agent_shim/cli/completion" / source).read_text()
-        assert (programs.parent / "share" / target).read_text() == wanted
-        shell = "zsh" if source.startswith("_") else source.rpartition(".")[2]
+    for shell, target in installed_files.items():
+        wanted = shell_pages.completion(shell)
+        assert wanted.isascii()
+        assert (share / target).read_text() == wanted
         assert run(programs / "agent-shim", "completion", shell) == wanted
-    manual = "share/man/man1/agent-shim.1"
-    assert (programs.parent / manual).read_bytes() == (ROOT / "agent_shim/cli/completion/agent-shim.1").read_bytes()
+    assert (share / "man/man1/agent-shim.1").read_text() == shell_pages.manual()
 
 
 def test_commands_of_the_wheel_run(programs: Path, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from tools.pages import (
     GENERATED,
     PAGES,
     PROMETHEUS,
-    dashboard,
     prometheus_rule,
     purpose,
     regenerated,
@@ -31,14 +30,11 @@ def test_generated_files_are_current(name: str) -> None:
     assert FILES[name]() == (ROOT / name).read_text(), "stale: ./dev run python -m tools.pages"
 
 
-def test_kubernetes_objects_equal_the_rules_and_dashboard_files() -> None:
-    """The plain files, for a Prometheus and a Grafana outside Kubernetes, must not differ from the Kubernetes
-    objects.
-    """
-    rule, board = (yaml.safe_load(made()) for made in (prometheus_rule, dashboard))
+def test_kubernetes_object_equals_the_rules_file() -> None:
+    """The plain file, for a Prometheus outside Kubernetes, must not differ from the Kubernetes object."""
+    rule = yaml.safe_load(prometheus_rule())
 
     assert rule["spec"] == yaml.safe_load((PROMETHEUS / "rules.yaml").read_text())
-    assert board["data"] == {"agent-shim.json": (PROMETHEUS.parent / "grafana/agent-shim.json").read_text()}
 
 
 def test_missing_marker_of_a_generated_part_is_an_error() -> None:

@@ -1,15 +1,20 @@
-"""Generates the bash, zsh and fish completion (with shtab) and the manual page from the parser of ``agent-shim``."""
+"""Generates the bash, zsh and fish completion (with shtab) and the manual page from the parser of ``agent-shim``.
+
+``hatch_build.py`` calls this module in pip's build environment, so it must not import anything that needs the libraries
+of the agent.
+"""
 
 from __future__ import annotations
 
+import argparse
 import inspect
+from collections.abc import Mapping
 from typing import Final
 
 import shtab
 
 from agent_shim.cli import commands
 from agent_shim.core import errors
-from tests.support.commands_page import arguments, parsers, usage
 
 OWN_CODES: Final = {0: "Success, or yes.", 1: "No, or incomplete.", 2: "Usage."}
 """Meanings of the exit codes that commands use without raising an error."""
@@ -22,6 +27,53 @@ For each, the member of ``status --json`` that contains the values.
 
 FILES: Final = frozenset({"FILE", "MANIFEST", "RELEASE", "agent.json"})
 """Arguments that are completed with file names."""
+
+
+def page(name: str) -> str:
+    """Return the content of a file: the manual page ``agent-shim.1``, or one of the scripts in ``commands.SHELLS``."""
+    shells = {file: shell for shell, file in commands.SHELLS.items()}
+    return completion(shells[name]) if name in shells else manual()
+
+
+# --- the parser -------------------------------------------------------------------------------------------------------
+
+
+def parsers(top: argparse.ArgumentParser | None = None) -> Mapping[str, argparse.ArgumentParser]:
+    """Return the parser of each command, in the order of ``--help``."""
+    top = top or commands.parser()
+    (below,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))  # noqa: SLF001 argparse lists its arguments nowhere else
+    found: Mapping[str, argparse.ArgumentParser] = below.choices
+    return found
+
+
+def arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Return the arguments of a command, without ``--help``."""
+    return [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]  # noqa: SLF001 argparse lists its arguments nowhere else
+
+
+def usage(name: str, parser: argparse.ArgumentParser) -> str:
+    """Return a command with all its arguments on one line."""
+    return " ".join(["agent-shim", name, *map(_usage, arguments(parser))])
+
+
+def _usage(action: argparse.Action) -> str:
+    """Return one argument as a usage line shows it."""
+    written = " ".join(filter(None, [action.option_strings[0] if action.option_strings else "", placeholder(action)]))
+    many = "..." if action.nargs in ("+", "*") else ""
+    # Up to Python 3.13, argparse treats a positional argument that takes any number of values as required.
+    is_required = action.required and action.nargs != "*"
+    return f"{written}{many}" if is_required else f"[{written}{many}]"
+
+
+def placeholder(action: argparse.Action) -> str:
+    """Return the placeholder or the choices of an argument's value, or "" if it takes none."""
+    if action.nargs == 0:
+        return ""
+    if action.choices is not None:
+        return "{" + ",".join(map(str, action.choices)) + "}"
+    name = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
+    return str(name)
+
 
 # --- completion -------------------------------------------------------------------------------------------------------
 
@@ -90,7 +142,6 @@ def manual() -> str:
     """Return the manual page for ``man agent-shim``."""
     top = commands.parser()
     lines = [
-        r".\" Made by `python -m tools.pages`.",
         '.TH AGENT-SHIM 1 "" "agent_shim" "Commands"',
         *(".SH NAME", rf"agent\-shim \- {_roff((top.description or '').rstrip('.').removeprefix('A '))}"),
         *(".SH SYNOPSIS", r".B agent\-shim", r"\fICOMMAND\fR [\fIARGUMENT\fR...]", ".br"),
