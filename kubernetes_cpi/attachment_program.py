@@ -48,8 +48,8 @@ OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
 STATX, KCMP = (332, 312) if os.uname().machine == "x86_64" else (291, 272)
 """System call numbers. Architectures newer than x86-64 share one table (asm-generic/unistd.h)."""
 LINE_BYTES = 1 << 16
-"""Longest part of a mount table line that is kept. Disks of the CPI have shorter paths, so a truncated line is never
-one of theirs.
+"""Maximum number of bytes kept of each mount table line. Lines of the CPI's own disks are shorter, so truncation
+affects only other mounts.
 """
 DISK = "/disk"
 DONE = "/tmp/done"  # noqa: S108 - in a container with a single process
@@ -59,7 +59,7 @@ REPORT_S = 5.0
 STALE_S = 24 * 3600.0
 """Age in seconds at which an empty directory of a deleted VM is removed."""
 SWEEP_S = 10.0
-"""Time limit in seconds for finding out which of these directories are mounted in any process."""
+"""Time limit in seconds for finding out which old VM directories are mounted in any process."""
 IN_USE = "the VM uses it"
 UNMAPPED = 2**32 - 2
 """A group id that no pod's user namespace maps. Root of a user namespace cannot create or remove files in a directory
@@ -110,7 +110,9 @@ def main(arguments: list[str]) -> None:
 
 
 def attach(disk: str, target: str, uid: str) -> None:
-    """Mount the disk, create a file that reports success, wait for SIGTERM, and detach the disk."""
+    """Mount ``disk`` on ``target`` for the VM whose pod has the UID ``uid``, create a file that reports success, wait
+    for SIGTERM, then unmount the disk.
+    """
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     place = directory(target)
@@ -154,7 +156,7 @@ def detach(disk: Mount, target: str, uid: str, patience: float = float("inf")) -
 
 
 def is_held(disk: Mount, target: str, uid: str) -> bool:
-    """Unmount the disk unless the VM uses it. Return True if it does, in which case the disk stays mounted."""
+    """Try to unmount the disk. Return True if the VM still uses it, in which case the disk stays mounted."""
     view = directory_of(os.path.dirname(target))
     if any(parent != view for parent in parents_in_vm(disk, uid)):
         return True
@@ -276,7 +278,7 @@ def has(numbers: bytearray, number: int) -> bool:
 def add(numbers: bytearray, number: int) -> None:
     """Add a number to a set that is stored as one byte per possible number.
 
-    This stays small because the kernel gives a mount the lowest free id.
+    The set stays small because the kernel gives each new mount the lowest free id.
     """
     if number >= len(numbers):
         numbers.extend(bytes(number + 1 - len(numbers)))
@@ -303,8 +305,8 @@ def disk_of(holder: str) -> Mount:
 def sweep(above: str) -> None:
     """Remove old, empty directories that no process has mounted. They belonged to VMs that are gone.
 
-    Nothing is removed if the mount tables of all processes cannot be read in time, or if this program gets SIGTERM
-    meanwhile.
+    Nothing is removed if the mount tables of all processes cannot be read in time, or if this program receives SIGTERM
+    in the meantime.
     """
     old = {}
     with os.scandir(above) as entries:
@@ -380,9 +382,9 @@ def mount(disk: str, place: int, uid: str) -> None:
 
 
 def foreign_userns(uid: str) -> int | None:
-    """Return a descriptor of the VM's user namespace, or None if the VM shares that of this program.
+    """Return a descriptor of the VM's user namespace, or None if the VM is in the same user namespace as this program.
 
-    The namespace of the VM's oldest process counts, because jobs can create further user namespaces.
+    The namespace is read from the VM's oldest process, because jobs can create further user namespaces.
     """
     own = os.stat("/proc/self/ns/user").st_ino
     for pid in sorted(processes(uid), key=lambda pid: int(start_of(pid) or sys.maxsize)):
@@ -396,12 +398,11 @@ def foreign_userns(uid: str) -> int | None:
 
 
 def bound(directory: str) -> None:
-    """Deny root of the VM's user namespace access to the VM's directory.
+    """Deny the root user of the VM's user namespace access to the VM's directory. Otherwise, that user could mount the
+    directory writable and fill the node's disk.
 
-    Otherwise, that user could mount the directory writable and fill the node's disk.
-
-    Its parent directory is denied in the same way, and passes the group on to the directories that the kubelet later
-    creates for other VMs.
+    Access to the parent directory is denied in the same way. The parent's setgid bit passes its group on to the
+    directories that the kubelet later creates for other VMs.
     """
     for path in (os.path.dirname(directory), directory):
         os.chown(path, -1, UNMAPPED)
@@ -513,8 +514,9 @@ def unescaped(field: bytes) -> str:
 def text_of(name: str) -> str:
     """Return the content of a file below /proc, or "" if the process is gone.
 
-    Names of processes and mounts can contain any bytes. The kernel escapes newlines in both and blanks in mount paths,
-    but no other character that Python treats as a line break or a blank.
+    Process and mount names can contain any bytes. The kernel escapes newlines in process names and mount paths, and
+    blanks in mount paths, but no other character that Python treats as a line break or a blank. Callers therefore split
+    the text at the newline character instead of using ``splitlines``.
     """
     with contextlib.suppress(OSError), open(f"/proc/{name}", "rb") as file:
         return os.fsdecode(file.read())
@@ -535,7 +537,7 @@ def done() -> None:
 
 
 def say(text: str) -> None:
-    """Print a line. The CPI reads the last one."""
+    """Print a line. The CPI reports the last line that a helper pod has printed."""
     print(text, flush=True)
 
 

@@ -171,7 +171,7 @@ class Config(Strict, frozen=True):
 
 
 def check_namespace(name: str) -> None:
-    """Refuse a namespace that is too long for a cid."""
+    """Raise ``ValueError`` unless ``name`` is a DNS label that is short enough to be part of a cid."""
     if not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name) or len(name) > MAX_NAMESPACE_CHARS:
         raise ValueError(f"namespace {name!r} is not a DNS label of at most {MAX_NAMESPACE_CHARS} characters")
 

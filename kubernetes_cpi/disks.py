@@ -99,9 +99,8 @@ def attach(session: Session, vm: Cid, disk: Cid) -> dict[str, str]:
 
 
 def detach(session: Session, vm: Cid, disk: Cid) -> None:
-    """Detach a disk from a VM. If it was attached live, it is unmounted now.
-
-    If it has been mounted since the pod was created, it stays mounted until the pod ends.
+    """Detach a disk from a VM. A disk that was attached live is unmounted immediately. A disk that has been mounted
+    since the pod was created stays mounted until the pod ends.
     """
     pod = session.find(PODS, vm, names.KIND_VM)
     claim = claims.find(session, disk)

@@ -27,15 +27,15 @@ from kubernetes_cpi.properties import (
 CONTAINER: Final = "bosh"
 AGENT_PORT: Final = 9190
 LIVE_DISKS: Final = "/var/vcap/disks"
-"""Directory in a VM in which disks appear that are attached while it runs. Mounts propagate to it from the node.
+"""Directory in a VM for disks that are attached while the VM runs. Mounts propagate to it from the node.
 
-All users can enter the directory, because `/var/vcap/store` is a link into it if the VM may not mount. It is therefore
-not below `/var/vcap/bosh`, which jobs cannot enter.
+All users must be able to enter the directory, because `/var/vcap/store` is a link into it if the VM is not allowed to
+mount. That is why it is not below `/var/vcap/bosh`, which jobs cannot enter.
 """
 DISKS_AT_CREATION: Final = "/var/vcap/disks-at-creation"
 _FORMER_DISKS_AT_CREATION: Final = "/var/vcap/bosh/disks-at-creation"
-"""Directory of disks mounted since the creation of a VM without the annotation `names.DISKS_AT`, which an older CPI
-created. The agents of such VMs have stored paths in this directory.
+"""Directory that older CPI versions used for disks mounted at VM creation. It applies to VMs without the annotation
+`names.DISKS_AT`, because their agents have stored paths in this directory.
 """
 _LIVE_VOLUME: Final = "live-disks"
 AGENT_VOLUME: Final = "agent"

@@ -62,7 +62,7 @@ def call(name: str, arguments: Sequence[Any], context: Mapping[str, Any], file: 
 
 
 def _arguments(serve: Callable[..., Any]) -> type[msgspec.Struct]:
-    """Return a struct with the types of a function's arguments, except the first.
+    """Return a struct type whose fields are the parameters of ``serve``, except the first.
 
     Surplus arguments in a request are accepted, because a newer Director may send more.
     """

@@ -50,7 +50,7 @@ class Vip(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Name of the Service. All VMs that use the same address in turn share this name."""
+        """Name of the Service. VMs that use the address one after another share this name."""
         return "vip-" + self.ip.replace(".", "-").replace(":", "-")
 
 

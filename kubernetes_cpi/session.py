@@ -37,7 +37,7 @@ class Session(msgspec.Struct, frozen=True):
         return found if found is not None and names.is_ours(found, kind, self.director) else None
 
     def check_ours(self, found: Object | None, kind: str, error: Callable[[str], CpiError]) -> None:
-        """Refuse an object that this CPI did not create or that belongs to another Director."""
+        """Raise ``error`` if an object was not created by this CPI or belongs to another Director."""
         if found is not None and not names.is_ours(found, kind, self.director):
             wanted = ", ".join(f"{key}={value}" for key, value in names.labels(kind, self.director).items())
             name, type_name = found["metadata"]["name"], found.get("kind", "object")
