@@ -78,7 +78,9 @@ ON_DEMAND: Final[dict[str, Part]] = {
 
 
 async def measure(command: str, parts: Mapping[str, Part], scale: float) -> tuple[Figures, dict[str, str]]:
-    """Run these parts. Return their figures, and the error of each part that failed."""
+    """Run the benchmark ``parts`` against the agent that ``command`` starts. Return all figures, and the error of each
+    part that failed.
+    """
     figures: Figures = {}
     missing: dict[str, str] = {}
     begun_at = time.monotonic()

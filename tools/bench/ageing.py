@@ -60,7 +60,7 @@ async def grown(w: RunningAgent, work: object) -> Figure:
 
 
 async def act(w: RunningAgent, count: int) -> None:
-    """Send requests in the proportions in which a Director does. One in a hundred is a task."""
+    """Send ``count`` requests in roughly the proportions of a real Director. One in a hundred starts a task."""
     spec = w.spec(5, 1)
     for number in range(count // 10):
         await asyncio.gather(*(w.director.value(AGENT, "ping") for _ in range(6)))
@@ -74,7 +74,9 @@ async def act(w: RunningAgent, count: int) -> None:
 
 
 async def restart(w: RunningAgent, count: int) -> None:
-    """Kill all processes repeatedly. The pauses are long enough that each kill counts as a first failure."""
+    """Kill all processes repeatedly until there have been ``count`` restarts. The pauses are so long that each kill
+    counts as a first failure.
+    """
     for _ in range(count // JOBS):
         await asyncio.sleep(FIRST_FAILURE_S)
         before = w.pids()

@@ -86,7 +86,7 @@ async def packed(w: RunningAgent, name: str, files: int, size: int) -> dict[str,
 
 
 def squeeze(root: Path) -> int:
-    """Read and compress all files without writing the result. Return its size."""
+    """Read and compress all logs below ``root`` without writing the result. Return the compressed size in bytes."""
     packer = isal_zlib.compressobj(2, wbits=31)
     total = 0
     for path in sorted(root.rglob("*.log")):

@@ -25,8 +25,8 @@ OWN_MACHINE: Final = (
 /etc and the CA directory do not affect the machine.
 """
 MADE: Final = ".made"
-"""Suffix of a file that is created after these commands. The boot is measured from the file's mtime, which leaves the
-commands out.
+"""Suffix of a file that is created after the commands of ``OWN_MACHINE``. The boot is measured from the file's mtime,
+so it does not include those commands.
 """
 STEP: Final = re.compile(r"boot step (.+?): .*\(([0-9.]+) ms\)")
 JOBS: Final = 5

@@ -42,7 +42,7 @@ INSTANCES: Final = 3
 WAY: Final = Way("live", "live", "base", "privileged")
 POD_TIMEOUT_S: Final = 60.0
 STEPS: Final = ("to the pod", "to its volume and node", "to its container", "to its agent")
-"""Names of the periods of a create_vm call, which lie between the times of ``Bare.steps_of_next``."""
+"""Names of the periods into which the times of ``Bare.steps_of_next`` divide a create_vm call."""
 STEPS_OF_ATTACHMENT: Final = ("to the pod", "to its mount")
 """Names of the periods of an attach_disk call to a running VM. There are only two, because the kubelet reports the end
 of a container's hook together with the container's start.
@@ -138,7 +138,7 @@ class Bare:
         return told
 
     def watch(self, kind: str) -> http.client.HTTPSConnection:
-        """Start watching pods of a kind. Return the connection on which the API server reports new ones."""
+        """Start watching pods of a kind. Return the connection on which the API server reports new pods."""
         link = self.connection()
         version = self.ask(link, "GET", "pods?limit=1")["metadata"]["resourceVersion"]
         query = f"watch=1&labelSelector={names.KIND}={kind}&resourceVersion={version}"
@@ -168,7 +168,9 @@ class Bare:
                 time.sleep(0.1)
 
     def remove(self, pod: str) -> None:
-        """Remove the Secret and the claim that were created with a pod. An attachment pod has neither."""
+        """Remove the Secret and the claim that were created with a pod. If they do not exist, as for attachment pods,
+        do nothing.
+        """
         link = self.connection()
         for other in (f"secrets/{pod}", f"persistentvolumeclaims/{names.data_claim(pod)}"):
             with contextlib.suppress(RuntimeError):
@@ -176,7 +178,9 @@ class Bare:
 
 
 def copied(document: Any, before: str, after: str) -> Any:
-    """Return a copy of an object with another name and without the fields that the cluster has added."""
+    """Return a copy of an API object, renamed from ``before`` to ``after`` and without the fields that the cluster has
+    added.
+    """
     text = json.dumps({key: one for key, one in document.items() if key != "status"}).replace(before, after)
     made = json.loads(text)
     for key in ("uid", "resourceVersion", "creationTimestamp", "managedFields", "selfLink"):
@@ -186,7 +190,7 @@ def copied(document: Any, before: str, after: str) -> Any:
 
 
 def claim_by_hand(claim: Any, before: str, after: str) -> Any:
-    """Return a copy of a claim that has another name and is not bound to a volume."""
+    """Return a copy of a claim, renamed from ``before`` to ``after`` and not bound to a volume."""
     made = copied(claim, before, after)
     made["metadata"].pop("annotations", None)
     made["spec"].pop("volumeName", None)
@@ -277,7 +281,7 @@ def _seconds(made: Sequence[float], floor: Sequence[float], what: str) -> Figure
 
 
 def _sections(what: str, steps: Sequence[str], times: Sequence[Sequence[float]]) -> Figures:
-    """Return a figure for each period between the recorded times of the calls."""
+    """Return a figure in ms for each step, which is the period between two recorded times of each call."""
     return {
         f"{what}, {step}": figure([(one[number + 1] - one[number]) * 1000 for one in times], "ms")
         for number, step in enumerate(steps)
@@ -357,7 +361,7 @@ async def _life(site: Site, figures: Figures, instance: DeployedInstance, count:
 
 
 async def _remove(site: Site, bare: Bare, pod: str) -> None:
-    """Remove a pod of ``Bare`` in the same way as `delete_vm`, and wait until the kubelet has ended it."""
+    """Remove a pod that ``Bare`` has created, as `delete_vm` does, and wait until the kubelet has ended it."""
     await site.namespace.pod(pod).delete()
     await asyncio.to_thread(bare.remove, pod)
 

@@ -20,12 +20,14 @@ SIZES: Final = (10, 50, 200, 500)
 ROUNDS: Final = 3
 KILLED: Final = 200
 IDLE_S: Final = 30.0
-"""Seconds between two heartbeats. The idle CPU usage is measured over one interval, or over two if it has a budget."""
+"""Seconds between two heartbeats. The idle CPU usage is measured over one such interval, or over two if the figure has
+a budget.
+"""
 PINGED_S: Final = 15.0
 CALM_S: Final = 6.0
 FIRST_FAILURE_S: Final = 32.0
-"""If a process exits at least this many seconds after its last restart, it is a first failure again, which means an
-immediate restart.
+"""If a process exits at least this many seconds after its last restart, the agent treats the exit as a first failure
+and restarts the process immediately.
 """
 
 
@@ -83,7 +85,7 @@ async def crowd(command: str, jobs: int, size: int, slower: float, alone: float,
 
 
 async def share(w: RunningAgent, seconds: float) -> float:
-    """Return the agent's CPU usage over this time in percent of one core."""
+    """Return the agent's CPU usage over the next ``seconds``, in percent of one core."""
     used, watch = w.cpu_seconds(), Stopwatch()
     await asyncio.sleep(seconds)
     return (w.cpu_seconds() - used) / watch.seconds * 100
@@ -125,7 +127,7 @@ async def killed(w: RunningAgent, jobs: int, starts: int) -> tuple[float, float]
 
 
 async def spawned(jobs: int) -> float:
-    """Return the seconds for running the same number of shells one after the other."""
+    """Return the seconds that it takes to run ``jobs`` shells one after the other."""
 
     def spawn() -> float:
 

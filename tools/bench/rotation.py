@@ -24,7 +24,7 @@ ANSWER_TIMEOUT_S: Final = 5.0
 
 @dataclass
 class Seen:
-    """What the clients of one agent observed, in total."""
+    """Totals over all clients that send requests to one agent."""
 
     replies: int = 0
     lost: int = 0

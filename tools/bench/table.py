@@ -73,7 +73,7 @@ TABLES: Final = {
     },
 }
 """The small tables, by the heading of their first column. Each row has a label and a pattern. It shows the figures
-whose names match the pattern, and the group of the pattern is the heading of the column.
+whose names match the pattern, and the text that the pattern's group matches is the heading of the column.
 
 Figures with a budget are also rows of the large table.
 """

@@ -62,8 +62,8 @@ del _core  # The import was only needed to register the actions.
 class Target:
     """A parser to test.
 
-    ``read`` takes bytes and may raise the exceptions in ``known``. ``seeds`` are valid inputs, and inputs that were
-    found earlier.
+    ``read`` takes bytes and may raise the exceptions in ``known``. ``seeds`` are valid inputs and the inputs of earlier
+    findings.
     """
 
     read: Callable[[bytes], object]

@@ -260,7 +260,9 @@ def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
             found[name][line].add(test)
 
     def nearest(name: str, tests: Iterable[str]) -> list[str]:
-        """Sort tests by duration, after those in files named after the module. Return as many as fit into the time."""
+        """Sort tests by duration, but first those in files that are named after the module. Return as many as fit into
+        the stage's time limit.
+        """
         module = Path(name).stem
         quick = (one for one in tests if durations[one] < stage.max_s)
         chosen = sorted(quick, key=lambda one: (module not in one.partition("::")[0], durations[one]))[:MAX_TESTS]

@@ -376,7 +376,7 @@ def _starts_in_turn(life: Phases) -> bool:
 
 
 def _begun(life: Phases, *names: str) -> int:
-    """Return how many processes of one program were started in these phases. If programs differ, the maximum counts."""
+    """Return how often the program that was started most often was started in these phases."""
     seen = [program for name in names for _, event, program in life.get(name, {}).get("events", []) if event == "lives"]
     return max(Counter(seen).values(), default=0)
 

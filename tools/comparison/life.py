@@ -75,7 +75,7 @@ TREE: Final = (
     *("blobs", "bosh", "data/sys/run", "data/sys/log", "data/packages", "data/jobs", "data/tmp", "store", "instance"),
     *("jobs", "packages", "monit"),
 )
-"""Directories that a stemcell has below ``/etc``, and those that it has below ``/var/vcap``."""
+"""Directories that a stemcell has below ``/var/vcap``. The names in ``ETC`` are directories below ``/etc``."""
 COMMANDS: Final = ("monit summary", "monit status", "monit stop none", "monit unmonitor", "monit nonsense", "monit -V")
 """Commands that an operator might run. Their exit codes and outputs are compared."""
 BPM_COMMANDS: Final = (
@@ -231,9 +231,9 @@ class ShimWorld(ComparedAgent):
 
 
 class ImageWorld(ComparedAgent):
-    """A running container of our image, whose init has started the agent, which waits for settings.
+    """A running container of our image. Its init has already started the agent, which waits for settings.
 
-    Nothing of the image is replaced by stand-ins, and its monit cycle is the usual one of ten seconds.
+    No program of the image is replaced with a stand-in, and its monit cycle has the usual length of ten seconds.
     """
 
     def settle_in(self) -> None:

@@ -56,7 +56,7 @@ _CYCLES: Final = re.compile(r"(\d+)\s+cycles?", re.IGNORECASE)
 
 @dataclass
 class MonitCheck:
-    """A check of a monit file."""
+    """A check in a monit file."""
 
     name: str
     kind: str
@@ -78,7 +78,7 @@ class Plan:
     """Programs that scripts call by name and that neither this machine nor a package has."""
 
     lives: list[str] = field(default_factory=list)
-    """Stand-ins that must keep running, although this does not show in the way they are called."""
+    """Stand-ins that must keep running although their command lines do not show that they should."""
     is_lenient: bool = False
     """Whether scripts continue after errors, in both environments."""
 
@@ -393,7 +393,7 @@ def _take_sourced(checkout: Checkout, texts: Iterable[str], made: Plan) -> None:
 
 
 def processes(job: Job) -> list[dict[str, Any]]:
-    """Return the processes in the job's bpm.yml, or none if that cannot be parsed."""
+    """Return the processes in the job's bpm.yml, or an empty list if the file is missing or cannot be parsed."""
     try:
         document = yaml.safe_load(job.files.get("config/bpm.yml", "")) or {}
     except yaml.YAMLError:

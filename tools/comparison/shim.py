@@ -1,4 +1,4 @@
-"""Runs this agent with the first argument as the interval of its checks in seconds."""
+"""Runs this agent. The first argument is the interval of its checks in seconds."""
 
 from __future__ import annotations
 
