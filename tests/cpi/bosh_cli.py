@@ -2,8 +2,8 @@
 ``STAND_IN_BOSH`` names.
 
 With `--json` it prints one document, which contains tables, the output of `curl`, and lines. The last line is
-`Succeeded`, or `Exit code 1` after an error message. The member ``failing`` of the file maps paths and commands that
-the Director refuses to an HTTP status.
+`Succeeded`, or `Exit code 1` after an error message. The member ``failing`` of the file contains the HTTP status for
+each path or command that the Director refuses.
 """
 
 from __future__ import annotations

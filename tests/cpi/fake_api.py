@@ -87,8 +87,8 @@ class FakeCluster:
     """Seconds until a pod runs."""
     is_node_alive: bool = True
     objects_linger_s: float = 0.0
-    """Seconds between the end of a pod's containers and the removal of its object. On Kubernetes 1.20 these are
-    several.
+    """Seconds between the end of a pod's containers and the removal of its object. Kubernetes 1.20 takes several
+    seconds.
     """
     exit_code: int = 0
     busy_disks: set[str] = field(default_factory=set)

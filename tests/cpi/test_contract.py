@@ -60,8 +60,8 @@ def director(method: str, *arguments: Any, vm_api: bool = False, api_version: in
 
 
 def test_info_response_satisfies_the_director_and_the_cli() -> None:
-    """The Director's request has no `api_version`. The CLI's has version 1; the CLI accepts at most version 2 in the
-    response, and requires `stemcell_formats`.
+    """The response must contain `stemcell_formats`, which the CLI requires. The Director sends the request without
+    `api_version`, and the CLI sends version 1.
     """
     for raw in (
         director("info", api_version=None),
@@ -133,8 +133,10 @@ def test_invalid_cpi_arguments_are_rejected(cpi: CpiCalls, method: str) -> None:
 
 
 def test_cpi_config_properties_override_the_configuration(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """If several CPIs are configured, the Director adds the properties of the cpi-config entry to the request's
-    context, next to its own keys.
+    """Properties in the request's context override the configuration file.
+
+    If several CPIs are configured, the Director adds the properties of the cpi-config entry to the context, next to its
+    own keys.
     """
     context = {"director_uuid": DIRECTOR, "request_id": "cpi-1", "namespace": "other", "disks": {"attach": "never"}}
     raw = {"method": "create_disk", "arguments": [64, {}, None], "context": context, "api_version": 3}

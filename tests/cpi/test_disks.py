@@ -69,7 +69,7 @@ def test_create_disk_does_not_wait_for_a_volume(cpi: CpiCalls, cluster: FakeClus
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_create_disk_without_a_size_is_rejected(cpi: CpiCalls, cluster: FakeCluster, size: int) -> None:
-    """The API server would accept a claim of size 0 but never bind it."""
+    """The CPI must reject the size, because the API server would accept a claim of size 0 but never bind it."""
     with pytest.raises(CpiFailedError, match=f"disk of {size} MiB"):
         cpi("create_disk", size, {}, None)
 
@@ -77,7 +77,9 @@ def test_create_disk_without_a_size_is_rejected(cpi: CpiCalls, cluster: FakeClus
 
 
 def test_repeated_request_id_does_not_return_a_disk_in_use(cpi: CpiCalls) -> None:
-    """A Director chooses request ids at random, so two different requests may have the same id."""
+    """A Director chooses request ids at random, so two different requests may have the same id. If the first one's disk
+    is already in use, create_disk must create another disk.
+    """
     vm = cpi.create_vm()
     first = cpi("create_disk", 64, {}, vm, request_id="cpi-111111")
     assert cpi("create_disk", 64, {}, vm, request_id="cpi-111111") == first, "its answer was lost"
@@ -88,7 +90,9 @@ def test_repeated_request_id_does_not_return_a_disk_in_use(cpi: CpiCalls) -> Non
 
 
 def test_create_vm_does_not_mount_a_disk_that_another_vm_uses(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """In a create-swap-delete update, the new VM is created with the disk while the old VM still uses the disk."""
+    """In a create-swap-delete update, the new VM is created with the disk while the old VM still uses the disk.
+    create_vm must then succeed without mounting the disk.
+    """
     old = cpi.create_vm()
     disk = cpi.attached_disk(old)
 
@@ -254,7 +258,7 @@ def test_disk_of_a_deleted_vm_is_free(cpi: CpiCalls, cluster: FakeCluster) -> No
 
 
 def test_reserved_disk_is_returned_by_create_disk(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """If the request is for a larger disk, the reserved disk is enlarged."""
+    """The reserved disk is enlarged if create_disk requests a larger one."""
     vm = cpi.create_vm(persistent_disk={"size": "64Mi"})
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
     settings = json.loads(base64.b64decode(cluster.of("secrets")[vm]["data"]["config.json"]))
@@ -483,7 +487,9 @@ def test_default_attach_recreates_a_pod_that_keeps_its_address(
 def test_failed_admission_dry_run_disables_live_attach(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, status: int
 ) -> None:
-    """The restricted tier needs no dry run, because it never permits live attachments."""
+    """If the dry run fails, disks are not attached live. A VM of the tier `restricted` needs no dry run, because this
+    tier never permits live attachments.
+    """
     cpi.write(server.config(disks={}))
     server.fail("POST pods/attach", status=status, message="admission webhook does not support dry run")
     cpi.create_vm("agent-2", tier="restricted")
@@ -648,7 +654,7 @@ def test_failed_live_attach_leaves_no_attachment(
 
 def test_live_disk_of_a_deleted_vm_is_mounted_by_its_replacement(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """In a resurrection, the Director calls delete_vm and then create_vm with the disk, without calling detach_disk in
-    between.
+    between. The new VM must mount the disk nevertheless.
     """
     old = live_vm(cpi)
     disk = cpi.attached_disk(old)
@@ -824,7 +830,7 @@ def test_update_disk_changes_size_and_attributes_but_not_the_class(
 
 
 def test_disk_snapshots_are_created_and_deleted(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """On a cluster without VolumeSnapshots, the error is "NotImplemented"."""
+    """On a cluster without VolumeSnapshots, snapshot_disk must fail with the error "NotImplemented"."""
     disk = cpi("create_disk", 64, {}, None)
 
     snapshot = cpi("snapshot_disk", disk, {"deployment": "dep", "index": 0, "job": "zookeeper"})

@@ -69,7 +69,7 @@ def test_cpi_stdout_is_one_response_for_any_stdin(cpi: CpiCalls, request: bytes)
 
 
 def test_cpi_log_has_a_line_with_the_duration_of_each_request(cpi: CpiCalls, server: FakeApiServer) -> None:
-    """Operators see this log in `bosh task N --cpi`."""
+    """Each request to the API server is logged with its duration. Operators see this log in `bosh task N --cpi`."""
     server.fail("POST pods", status=503)
 
     response, said = cpi.run(cpi.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV]))
@@ -137,7 +137,7 @@ def test_cpi_result_that_cannot_be_encoded_becomes_an_error(cpi: CpiCalls, monke
 
 HEAVY = {"ssl", "http.client", "socket", "yaml", "kubernetes_cpi.client", "kubernetes_cpi.methods", "asyncio"}
 RARE = {"asyncio", "copy", "difflib", "hashlib", "subprocess", "traceback", "yaml"}
-"""Modules that are needed only by other methods, by error handling or by kubeconfigs, so these calls must not import
+"""Modules that has_vm and attach_disk must not import, because only other methods, error handling or kubeconfigs need
 them.
 """
 

@@ -224,7 +224,9 @@ def test_vm_too_large_for_every_node_is_not_retryable(
 def test_exited_agent_is_retryable_unless_misconfigured(
     cpi: CpiCalls, cluster: FakeCluster, code: int, is_passing: bool
 ) -> None:
-    """If the container has exited twice before the kubelet's first back-off, the error must still be retryable."""
+    """An error with exit code 78, which means a wrong configuration, is not retryable. Any other error is, even if the
+    container has exited twice before the kubelet's first back-off.
+    """
     ended = {"terminated": {"exitCode": code, "message": "agent-shim: cannot read settings"}}
     status = {"restartCount": 1, "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended}
     cluster.pod_status = lambda _: {"phase": "Running", "containerStatuses": [status]}
@@ -263,7 +265,7 @@ INVALID_VALUES: list[Callable[[CpiCalls], Any]] = [
 
 
 @pytest.mark.parametrize("call", INVALID_VALUES)
-def test_cloud_property_invalid_in_kubernetes_is_rejected_at_once(
+def test_cloud_property_invalid_in_kubernetes_is_rejected_immediately(
     cpi: CpiCalls, server: FakeApiServer, call: Callable[[CpiCalls], Any]
 ) -> None:
     with pytest.raises(CpiFailedError, match="cannot use the cloud properties of the VM"):

@@ -162,8 +162,10 @@ PLACES: list[tuple[str, str]] = [
 def test_malformed_credentials_are_not_logged(
     cpi_with_secrets: CpiCalls, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: tuple[str, str], shape: str
 ) -> None:
-    """`kubectl create token` and `--var-file` append a newline to a token. http.client rejects a header with a newline
-    and quotes the header in its error.
+    """An error message must not quote the credentials that it complains about.
+
+    For example, `kubectl create token` and `--var-file` append a newline to a token. http.client rejects a header with
+    a newline, and its error quotes the header.
     """
     path, form = place
     given = form.format(shape.replace("{}", "CANARYwrong", 1))

@@ -33,7 +33,7 @@ def test_stemcell_cid_is_the_image_with_its_digest(properties: dict[str, Any]) -
     ["localhost/a", "localhost:5000/a/b", "REG.example:443/a__b/c-d:V_1", "10.0.0.1:5000/a", "ubuntu", "a/b:1"],
 )
 def test_image_reference_of_any_registry_is_accepted(reference: str) -> None:
-    """The reference has no digest, so the test allows mutable images."""
+    """Each reference is tested with a digest, and also without one, while mutable images are allowed."""
     lenient = Config(stemcells=Stemcells(allow_mutable_images=True))
 
     assert stemcells.create(Config(), None, {"image": f"{reference}@{DIGEST}"}) == f"{reference}@{DIGEST}"
@@ -74,7 +74,7 @@ def test_vm_is_scheduled_to_nodes_of_its_stemcells_architecture(
     """A Director may have stemcells for both architectures, so the pod must select nodes of its stemcell's
     architecture.
 
-    If the cid names no architecture, as in older CPI versions, the pod selects none.
+    If the cid names no architecture, as in older CPI versions, the pod may run on any node.
     """
     pointers = {"image": f"registry.example/a:1@{DIGEST}"} | ({"architecture": named} if named else {})
     stemcell = cpi("create_stemcell", "/nothing", pointers, {})

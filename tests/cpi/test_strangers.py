@@ -56,8 +56,8 @@ DISK_CALLS: list[tuple[str, list[Any]]] = [
 def test_foreign_object_is_not_found_as_a_vm_or_disk(
     cpi: CpiCalls, cluster: FakeCluster, plural: str, kind: str, calls: list[tuple[str, list[Any]]]
 ) -> None:
-    """The namespace may contain objects that the CPI did not create, for example the Secret with the CPI's own
-    token.
+    """The namespace may contain objects that the CPI did not create, for example the Secret with the CPI's own token.
+    The CPI must report such an object as not found, and must not change it.
     """
     specs: dict[str, Object] = {"pods": POD, "persistentvolumeclaims": CLAIM}
     make(cluster, plural, "others", specs.get(plural))
@@ -71,7 +71,9 @@ def test_foreign_object_is_not_found_as_a_vm_or_disk(
 
 
 def test_foreign_claim_named_like_a_data_claim_is_kept(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """A StatefulSet may name its claims `data-postgres-0`, which resembles the names of the CPI's data claims."""
+    """delete_vm must not delete a claim of a StatefulSet. Such a claim may be named `data-postgres-0`, which resembles
+    the names of the CPI's data claims.
+    """
     make(cluster, "persistentvolumeclaims", "data-postgres-0", CLAIM)
     before = cluster.snapshot()
 
@@ -94,7 +96,7 @@ def test_recreation_annotation_on_a_foreign_claim_is_ignored(cpi: CpiCalls, clus
 
 
 def test_manually_labelled_claim_can_be_used_as_a_disk(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """An operator labels a claim by hand to use restored storage with `bosh attach-disk`."""
+    """An operator can label a claim by hand to use restored storage with `bosh attach-disk`."""
     make(cluster, "persistentvolumeclaims", "restored", CLAIM, **OURS, **{"cpi.bosh.io/kind": "disk"})
     vm = cpi.create_vm()
 

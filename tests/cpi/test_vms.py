@@ -65,7 +65,9 @@ def test_vm_settings_can_be_read_by_the_agent(cpi: CpiCalls, cluster: FakeCluste
 def test_pod_waits_for_a_claim_that_the_scheduler_has_not_seen(
     cpi: CpiCalls, cluster: FakeCluster, message: str
 ) -> None:
-    """The wait may exceed `timeouts.unschedulable`, and here it lasts until `timeouts.create_vm` ends it."""
+    """create_vm must wait longer than `timeouts.unschedulable`, because the scheduler may not have seen the claim yet.
+    Here it waits until `timeouts.create_vm` has passed.
+    """
     cluster.pod_status = lambda _: unscheduled(f"0/1 nodes are available: {message}")
 
     with pytest.raises(CpiFailedError, match="is not ready after 3 s: no node takes it"):
@@ -99,8 +101,8 @@ def test_create_vm_cleans_up_if_the_cluster_rejects_an_object(
 def test_delete_vm_forces_deletion_on_an_unresponsive_node(
     cpi: CpiCalls, cluster: FakeCluster, capsys: pytest.CaptureFixture[str], is_secret: bool
 ) -> None:
-    """This also applies if the account may not read the node, because the CPI then cannot know whether the node is
-    alive.
+    """The deletion is also forced if the account may not read the node, because the CPI then cannot know whether the
+    node is alive.
     """
     vm = cpi.create_vm(grace=0)
     if is_secret:
@@ -484,8 +486,8 @@ def test_agent_is_copied_if_the_cluster_has_no_image_volumes(cpi: CpiCalls, clus
 
 
 def test_missing_agent_image_is_reported(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """The reason is in the status of the init container. The status of the VM's container says only that it waits for
-    the init container.
+    """The reason must be taken from the status of the init container, because the status of the VM's container says
+    only that it waits for the init container.
     """
     status = waiting("PodInitializing", "")
     status["initContainerStatuses"] = waiting("ErrImagePull", "pull: not found")["containerStatuses"]
@@ -500,7 +502,9 @@ def test_missing_agent_image_is_reported(cpi: CpiCalls, cluster: FakeCluster) ->
 def test_current_vm_id_returns_the_cid_of_the_vm_that_runs_the_cpi(
     cpi: CpiCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Director that runs in the cluster calls current_vm_id before it takes snapshots of its own disks."""
+    """The cid is the host name. A Director that runs in the cluster calls current_vm_id before it takes snapshots of
+    its own disks.
+    """
     vm = cpi.create_vm()
     cpi.refused("NotImplemented", "current_vm_id", match="is not a VM of this CPI")
 
