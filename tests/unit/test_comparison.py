@@ -112,7 +112,7 @@ def test_comparison_drops_dependencies_on_other_jobs(tmp_path: Path) -> None:
 
 
 def test_comparison_drops_the_poll_interval_that_a_job_sets(tmp_path: Path) -> None:
-    """A job in artifactory-bosh-release sets one."""
+    """For example, a job in artifactory-bosh-release sets a poll interval."""
     made = planned(tmp_path, job(monit=f"set daemon 60\n{MONIT}"))
 
     assert made.job.files["monit"].split() == MONIT.split()
@@ -555,7 +555,9 @@ def test_comparison_allows_monit_to_refuse_a_request_during_a_stop(tmp_path: Pat
 def test_comparison_allows_monit_to_start_services_outside_the_vcap_group_later(
     tmp_path: Path, states: dict[str, list[str]], rest: dict[str, bool], kind: str
 ) -> None:
-    """The Director waits only for services in group vcap. ossec_client in cg-ossec-boshrelease has others."""
+    """The Director waits only for services in group vcap. ossec_client in cg-ossec-boshrelease has services outside
+    this group.
+    """
     lives = [
         {
             "error": "",

@@ -112,7 +112,7 @@ async def test_excess_polls_are_answered_immediately(tmp_path: Path) -> None:
 
 
 async def test_task_arguments_are_released_when_the_task_ends(tasks: Tasks) -> None:
-    """Arguments may contain secrets, and may use a megabyte of memory."""
+    """A finished task must not keep its arguments in memory, because they may contain secrets and use a megabyte."""
 
     class Arguments:
         async def work(self) -> str:
@@ -308,9 +308,8 @@ async def test_stored_task_with_an_unreadable_request_is_dropped(tmp_path: Path)
 
 
 async def test_full_task_queue_rejects_requests(tasks: Tasks) -> None:
-    """Queued tasks keep their decoded arguments, which use up to thirty times as much memory as the request.
-
-    Many tasks may be queued behind a long errand.
+    """The total size of queued requests is limited, because many tasks may be queued behind a long errand, and their
+    decoded arguments use up to thirty times as much memory as the requests.
     """
     gate = asyncio.Event()
     tasks.submit("run_errand", gate.wait, size=1)

@@ -216,7 +216,7 @@ def test_only_the_subtree_of_a_job_is_unpacked(tmp_path: Path, prefix: str) -> N
     ],
 )
 def test_error_for_a_job_missing_from_an_archive_matches_the_go_agent(tmp_path: Path, packed: bytes, text: str) -> None:
-    """Nothing is left on disk."""
+    """The error messages match the Go agent's, and a failed unpack leaves nothing on disk."""
     with pytest.raises(ArchiveError) as caught:
         unpack(packed, tmp_path / "o", subtree="web")
 

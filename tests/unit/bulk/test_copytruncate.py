@@ -76,7 +76,9 @@ def test_failed_rotation_keeps_the_log_and_leaves_no_archive(tmp_path: Path, mon
 
 
 def test_archive_size_limit_is_shared_by_all_data_ranges_of_a_sparse_log(tmp_path: Path) -> None:
-    """Holes split the log into several data ranges, which are copied one by one."""
+    """The limit applies to the sum of all data ranges. Here, a hole splits the log into two ranges, which are copied
+    one by one.
+    """
     with (tmp_path / "a.log").open("wb") as file:
         file.write(b"a" * 4096)
         file.seek(1 << 20)

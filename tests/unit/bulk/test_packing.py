@@ -145,7 +145,7 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_archive_is_independent_of_the_number_of_processors(
     tmp_path: Path, large: Path, monkeypatch: pytest.MonkeyPatch, processors: int
 ) -> None:
-    """The archive always consists of a single gzip member."""
+    """One processor and several processors produce the same bytes, which always form a single gzip member."""
     wanted = logs(large)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
     data = logs(large)
@@ -218,7 +218,7 @@ def test_hard_links_to_root_owned_files_are_not_packed(tmp_path: Path) -> None:
 
 
 def test_compiled_package_entries_have_the_owner_name_root(tmp_path: Path) -> None:
-    """Entries of logs have numeric owners, but no names."""
+    """Entries of logs have numeric owners too, but no owner names."""
     make(tmp_path, ["a"])
     (tmp_path / "out").symlink_to("/")
 
@@ -373,7 +373,7 @@ def test_log_renamed_after_it_was_packed_is_packed_once(tmp_path: Path, monkeypa
 
 
 def test_log_that_reappears_is_packed_without_a_remark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that was missing only for a moment is complete in the archive."""
+    """A file that was missing only for a moment is complete in the archive, so the remarks must not mention it."""
     make(tmp_path, ["a", "b"])
     before_reading(monkeypatch, "a", (tmp_path / "a").unlink)
     before_reading(monkeypatch, "b", lambda: make(tmp_path, ["a"]))
@@ -382,7 +382,9 @@ def test_log_that_reappears_is_packed_without_a_remark(tmp_path: Path, monkeypat
 
 
 def test_new_file_with_a_reused_inode_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """File systems reuse inode numbers immediately, so a new file may have the inode number of a packed one."""
+    """File systems reuse inode numbers immediately. A new file with the inode number of a packed file must not be
+    mistaken for that file.
+    """
     make(tmp_path, ["a", "z"])
     honest = os.fstat
     old = (tmp_path / "a").stat()
@@ -618,7 +620,9 @@ def test_file_names_cannot_forge_remarks(tmp_path: Path) -> None:
 
 
 def test_packing_a_log_under_a_lease_does_not_block(tmp_path: Path) -> None:
-    """A process with a lease on a file can make others wait up to 45 seconds when they open it."""
+    """A log is skipped while another process has a lease on it, because that process could delay the open by up to 45
+    seconds.
+    """
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)
     make(tmp_path, ["a.log", "b.log"])
     with (tmp_path / "a.log").open("rb+") as owner:

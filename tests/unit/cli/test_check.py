@@ -128,7 +128,7 @@ def test_check_reports_all_errors_of_a_file_at_once(tmp_path: Path, capsys: pyte
 
 
 def test_check_rejects_a_jobs_own_directories_as_volumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The agent rejects them as well. The job is derived from the directory of the bpm.yml."""
+    """``check`` rejects the same volumes as the agent. It takes the job's name from the directory of the bpm.yml."""
     file = tmp_path / "web/config/bpm.yml"
     file.parent.mkdir(parents=True)
     file.write_text("processes:\n- {name: a, executable: b, additional_volumes: [{path: /var/vcap/store/web}]}")
@@ -347,7 +347,7 @@ def test_check_json_has_the_findings_of_each_file(tmp_path: Path, capsys: pytest
 def test_check_and_daemon_reject_the_same_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], member: str
 ) -> None:
-    """Their error messages are identical."""
+    """The daemon and ``check`` print the same error message."""
     config = tmp_path / "agent.json"
     config.write_text(json.dumps({"AgentShim": {member: AGENT["AgentShim"][member]}}))
 

@@ -173,7 +173,9 @@ def test_patch_makes_the_root_file_system_writable_only_if_it_is_read_only(
 def test_patch_adds_a_missing_data_volume_but_does_not_change_a_read_only_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_volume: bool, error: int
 ) -> None:
-    """A volume may be read-only for a reason that the doctor does not know."""
+    """The patch must not make a read-only volume writable, because the volume may be read-only for a reason that the
+    doctor does not know.
+    """
     (tmp_path / "data").mkdir()
     point = tmp_path / "data" if is_volume else Path("/")
     monkeypatch.setattr(mounts, "mounts", lambda: mounts.parse(f"1 0 8:0 / {point} rw - ext4 /dev/vda rw\n".encode()))

@@ -53,7 +53,9 @@ def test_container_cpi_paths_are_read_without_a_file_source() -> None:
 
 
 def test_all_container_cpi_paths_are_read_if_one_is_configured() -> None:
-    """An official stemcell always names the settings file of the warden CPI, but may be used with another CPI."""
+    """An official stemcell always names the settings file of the warden CPI but may be used with another CPI, so the
+    agent must read the paths of all CPIs.
+    """
     first, second, third = settings.CPI_SETTINGS
     raw = b'{"Infrastructure":{"Settings":{"Sources":[{"Type":"File","SettingsPath":"%s"}]}}}' % bytes(second)
 
@@ -141,7 +143,9 @@ def test_newer_of_two_bus_certificates_is_used(document: int, stored: int, winne
 
 
 def test_stored_bus_certificate_is_preferred_to_one_of_the_same_age() -> None:
-    """The Go agent always prefers the stored one. A certificate that cannot be parsed counts as the older one."""
+    """The Go agent always prefers the stored certificate. A certificate that cannot be parsed counts as older than one
+    that can.
+    """
     both = since(60)
     for document, stored in [(both, both | {"ca": "C2"}), (CERT, CERT | {"ca": "C2"}), (CERT, both | {"ca": "C2"})]:
         found = effective(parsed(env={"bosh": {"mbus": {"cert": document}}}), mbus={"cert": stored})

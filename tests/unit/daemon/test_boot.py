@@ -13,7 +13,7 @@ from tests.support.world import world
 
 
 def test_boot_removes_task_results_of_earlier_versions(tmp_path: Path) -> None:
-    """The results may contain secrets."""
+    """Results that an earlier version left on disk may contain secrets."""
     paths = Paths(tmp_path)
     left = paths.tmp / "outcomes/3"
     left.parent.mkdir(parents=True)

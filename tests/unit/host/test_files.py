@@ -203,7 +203,9 @@ def test_directory_is_created_through_own_symlinks(tmp_path: Path) -> None:
 def test_directory_is_not_created_through_symlinks_of_other_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a directory that vcap can write to, a symlink may point anywhere."""
+    """A user who can write to a directory can create a symlink to any place there, so a symlink of an untrusted user is
+    an error.
+    """
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     monkeypatch.setattr(trusted_path, "trusted_users", lambda: {os.geteuid() + 1})
@@ -247,7 +249,7 @@ def test_chown_changes_only_what_differs(tmp_path: Path, owner: str, ids: tuple[
 
 @pytest.mark.root
 def test_chown_without_the_capability_keeps_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container without CAP_CHOWN can still write files."""
+    """Without CAP_CHOWN, a requested owner is ignored, so the agent can still write the file."""
     monkeypatch.setattr(capabilities, "privileges", lambda: SimpleNamespace(effective=frozenset()))
     files.can_chown.cache_clear()
     try:

@@ -274,7 +274,9 @@ def test_data_search_skips_holes_in_sparse_files(tmp_path: Path) -> None:
 
 
 def test_data_search_stops_at_the_requested_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log may grow while it is read, and may consist of any number of data ranges."""
+    """The search must not go beyond the end that the caller requests, because a log may grow while it is read and may
+    consist of any number of data ranges.
+    """
     (tmp_path / "log").write_bytes(b"x" * 100)
     looks = 0
     look = os.lseek

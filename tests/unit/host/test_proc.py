@@ -59,7 +59,7 @@ def test_command_line_is_joined_with_spaces() -> None:
 
 
 def test_processes_are_read_and_listed_without_a_free_descriptor(caplog: pytest.LogCaptureFixture) -> None:
-    """If they could not be read, running processes would be taken for exited ones."""
+    """If a process could not be read, the agent would take it for an exited one."""
     proc.tell_shortage.cache_clear()
     before = proc.stat(os.getpid())
     with descriptors.none_free():
@@ -193,7 +193,9 @@ def test_number_of_reported_open_files_is_limited(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parent", [40, 41])
-def test_ancestor_search_finds_none_if_hidepid_hides_the_parent(monkeypatch: pytest.MonkeyPatch, parent: int) -> None:
+def test_ancestor_search_finds_nothing_if_hidepid_hides_the_parent(
+    monkeypatch: pytest.MonkeyPatch, parent: int
+) -> None:
     """With the mount option ``hidepid``, an agent without root cannot see the processes of other users."""
     shown = {50: proc.Stat(50, "S", parent, 50, 50, 0, 9, 0), 41: proc.Stat(41, "S", 40, 41, 41, 0, 8, 0)}
     monkeypatch.setattr(proc, "stat", shown.get)

@@ -77,7 +77,9 @@ def test_adopting_a_process_with_another_start_time_leaks_no_descriptor() -> Non
 
 
 def test_core_limit_of_an_ordinary_user_without_core_files_stays_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit of one byte, which also disables core dumps to a pipe, would exceed this user's hard limit."""
+    """The limit must not be raised to one byte, which also disables core dumps to a pipe but would exceed this user's
+    hard limit.
+    """
     limits = [(0, 0)]
 
     def setrlimit(_: int, wanted: tuple[int, int]) -> None:

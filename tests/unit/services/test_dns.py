@@ -102,7 +102,7 @@ async def test_sync_dns_succeeds_if_the_hosts_file_cannot_be_written(
 
 
 async def test_sync_dns_fails_if_the_records_cannot_be_written(dns: Dns, paths: Paths) -> None:
-    """The Director must not conclude that the instance has this version."""
+    """The error prevents the Director from concluding that the instance has this version of the records."""
     paths.instance.write_text("in the way")
 
     with pytest.raises(ActionError, match=r"^saving local DNS state: cannot make the directory .*instance: "):
@@ -234,9 +234,8 @@ def resolve(text: str, name: str) -> list[str]:
 async def test_localhost_and_host_name_resolve_before_the_first_records(
     dns: Dns, paths: Paths, text: str | None, host_name: list[str]
 ) -> None:
-    """Some CPIs unmount the container runtime's hosts file.
-
-    The file that is then visible is empty or belongs to another machine.
+    """Some CPIs unmount the container runtime's hosts file, and the file that is then visible is empty or belongs to
+    another machine. Both names must resolve nevertheless.
     """
     if text is not None:
         paths.etc.mkdir()
@@ -283,7 +282,7 @@ async def test_mounted_hosts_file_is_extended_and_keeps_its_lines(
 async def test_dns_sync_keeps_localhost_and_the_host_name(
     dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The container's host name may itself be ``localhost``."""
+    """This also holds if the container's host name is itself ``localhost``."""
     for name in ("web-0", "localhost"):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
         await dns.sync(3, CountingBlobstore(blob(3)), agent_id=AGENT)

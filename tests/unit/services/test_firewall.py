@@ -82,7 +82,9 @@ async def test_packet_filter_reports_a_missing_bus(scheme: str, rules: list[str]
 def test_network_outside_a_container_is_not_reported_as_shared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Outside a container, the agent has the machine's network because it runs on the machine itself."""
+    """Outside a container, it is normal that the agent uses the machine's network, because it runs on the machine
+    itself.
+    """
     monkeypatch.setattr(network, "FIRST_PID_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
 
     assert not network.is_of_machine()
@@ -121,7 +123,9 @@ async def test_unresponsive_name_server_does_not_block_file_access(
 async def test_packet_filter_rules_are_removed_if_the_bus_becomes_unreachable(
     is_reached: bool, expected: str, rules: list[str]
 ) -> None:
-    """The agent may reach the bus through a proxy that runs as another user. Its connections would be rejected."""
+    """If the agent reaches the bus through a proxy that runs as another user, the rules reject the proxy's connections,
+    so they must be removed again.
+    """
 
     async def hear(_: float) -> bool:
         return is_reached or not rules

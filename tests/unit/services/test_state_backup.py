@@ -119,7 +119,7 @@ async def test_state_backup_is_complete_when_update_returns(paths: Paths) -> Non
 
 
 async def test_state_backup_does_not_copy_unchanged_files(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a restart of the agent nor an update copies them, and the update needs no thread."""
+    """Neither a restart of the agent nor an update copies unchanged files, and such an update needs no thread."""
     fill(paths)
     await start(paths)
     before = {path: path.stat().st_ino for path in paths.mirror.iterdir()}
@@ -315,7 +315,7 @@ async def test_new_volume_gets_a_state_copy(paths: Paths) -> None:
 
 
 async def test_state_restore_does_not_remove_files_that_the_cpi_has_written(paths: Paths) -> None:
-    """The Docker CPI copies update_settings.json into each new container."""
+    """The Docker CPI copies update_settings.json into each new container, so a restore must keep this file."""
     await start(paths)
     reset_root(paths)
     paths.update_settings.write_text(NEWS)

@@ -52,7 +52,7 @@ async def test_cas_are_not_installed_with_a_base_directory_other_than_var_vcap(
 
 
 async def test_ordinary_user_installs_no_cas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not installing them is no error, because jobs bring their own CAs."""
+    """An agent without root skips the installation instead of failing, because jobs bring their own CAs."""
     monkeypatch.setattr(trusted_cas, "DIRECTORY", tmp_path / "certificates")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
 
@@ -99,8 +99,8 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Image:
 async def test_ca_update_command_runs_only_after_a_change(image: Image) -> None:
     """The command takes three quarters of the start time, so it must run only when it is needed.
 
-    Timestamps do not show that, because in an image the directory is newer than the files that the command derives from
-    it.
+    Timestamps do not show whether it is needed, because in an image the directory is newer than the files that the
+    command derives from it.
     """
     trusting = TrustedCas(Paths())
     await trusting.install("")

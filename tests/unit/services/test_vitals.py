@@ -121,7 +121,7 @@ async def test_persistent_disk_vitals_are_reported_only_while_a_disk_is_mounted(
 
 
 async def test_dynamic_disks_have_metrics_but_no_vitals(paths: Paths, proc: Path, tmp_path: Path) -> None:
-    """In vitals, the Director accepts only three members of ``disk``."""
+    """The vitals must not contain dynamic disks, because the Director accepts only three members of ``disk``."""
     places = {"disk-d": tmp_path, "disk-gone": tmp_path / "gone"}
     taken = Vitals(paths, lambda: False, lambda: places, proc=proc)
 

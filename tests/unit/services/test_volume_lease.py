@@ -246,7 +246,9 @@ def test_lease_of_an_agent_killed_during_a_write_is_taken_immediately(
 async def test_unreadable_lease_is_watched_until_it_expires(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: bytes
 ) -> None:
-    """An agent on another machine may be writing the lease at this moment."""
+    """An agent on another machine may be writing the lease at this moment, so an unreadable lease does not mean that
+    the volume is free.
+    """
     monkeypatch.setattr(mounts, "is_local", lambda _: False)
     (tmp_path / volume_lease.NAME).write_bytes(raw)
     one = leases()

@@ -186,10 +186,10 @@ async def test_restarts_of_all_services_share_a_budget() -> None:
 @pytest.mark.parametrize(
     ("count", "life", "state"),
     [
-        pytest.param(2, TIMING.cycle + 1, State.UNMONITORED, id="as many"),
-        pytest.param(3, TIMING.cycle + 1, State.SETTLING, id="the start on request is none"),
-        pytest.param(2, TIMING.cycle - 1, State.SETTLING, id="two in one cycle are one"),
-        pytest.param(2, TIMING.cycle * 11, State.SETTLING, id="only those of the last cycles"),
+        pytest.param(2, TIMING.cycle + 1, State.UNMONITORED, id="limit reached"),
+        pytest.param(3, TIMING.cycle + 1, State.SETTLING, id="requested start is not counted"),
+        pytest.param(2, TIMING.cycle - 1, State.SETTLING, id="two restarts in one cycle count once"),
+        pytest.param(2, TIMING.cycle * 11, State.SETTLING, id="older restarts are not counted"),
     ],
 )
 @played

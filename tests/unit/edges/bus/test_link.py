@@ -11,7 +11,9 @@ from nats.aio.transport import Transport
 
 
 async def test_nats_client_connects_with_the_given_transport() -> None:
-    """``./dev test-dependencies`` runs this with the oldest and the newest supported version."""
+    """All supported versions of nats-py must have this interface, so ``./dev test-dependencies`` runs this test with
+    the oldest and the newest of them.
+    """
     asked: list[str] = []
 
     class Ours(Transport):

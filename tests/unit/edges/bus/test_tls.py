@@ -77,7 +77,9 @@ def test_tls_verification_matches_go() -> None:
 
 
 def test_old_tls_versions_and_renegotiation_are_rejected() -> None:
-    """The contexts do not rely on the library's defaults, which may differ. An intermediate CA may be trusted."""
+    """The contexts set these options explicitly, because the TLS library's defaults may differ. The client also accepts
+    an intermediate CA as its trust anchor.
+    """
     client, server = tls.client_context(mbus()), tls.server_context(mbus())
 
     assert client.minimum_version == server.minimum_version == ssl.TLSVersion.TLSv1_2
