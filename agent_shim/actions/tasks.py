@@ -80,7 +80,9 @@ class Task(msgspec.Struct):
 
 
 class TaskLimits(msgspec.Struct, frozen=True):
-    """Limits on stored outcomes. They are stored because the Director and the CLI poll again if a reply was lost."""
+    """Limits on stored outcomes: their number, their total size in bytes, and their age in seconds. Outcomes are stored
+    because the Director and the CLI poll again if a reply was lost.
+    """
 
     number: int = 1000
     size: int = MAX_OUTCOME_BYTES
@@ -126,8 +128,8 @@ class Tasks:
     ) -> Task:
         """Queue ``work`` and return its task. If ``cancelled`` is given, cancelling the task sets it.
 
-        ``size`` is the memory that the queued request takes, approximately (``wire.weight``).
-        Raises ``ActionError`` if the queue is full.
+        ``size`` is the approximate number of bytes that the queued request takes in memory (``wire.weight``). Raises
+        ``ActionError`` if the queue is full.
         """
         if size:
             self._require_room(method, size)

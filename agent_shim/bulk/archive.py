@@ -299,7 +299,9 @@ class _UnpackedTree(msgspec.Struct):
         self.directories[path] = None
 
     def _vacate(self, path: str) -> None:
-        """Remove an earlier entry of the same name, because the last member of a name wins."""
+        """Remove an earlier entry at ``path``, because the last of several members with the same name replaces the
+        others.
+        """
         self._enter(posixpath.dirname(path))
         if path in self.directories:
             raise ArchiveError("the archive also contains a directory of this name")

@@ -1,7 +1,7 @@
 """Resolves the links between the jobs of a manifest, as the Director does.
 
 The rules are those of ``bosh/director/links`` in bosh. If the manifest's ``consumes`` does not mention a link, the only
-job that provides its type provides the link. With ``from``, it is the only provider of that name and type. The value
+job that provides its type provides the link. With ``from``, the only provider of that name and type does so. The value
 ``nil`` blocks a link, and ``instances``, ``properties`` and ``address`` define its content directly. An optional link
 may be absent unless ``consumes`` mentions it. It is a mistake if there is more than one possible provider. Links to
 other deployments cannot be resolved here.

@@ -72,8 +72,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def all_keys(wanted: Any, path: str = "") -> Iterator[str]:
-    """Yield the dotted paths of all keys, including nested ones. So for a misplaced ``http`` at the top level,
-    ``monit.http`` can be suggested.
+    """Yield the dotted paths of all keys, including nested ones, so that for example ``monit.http`` can be suggested
+    for a misplaced ``http`` at the top level.
     """
     for field in msgspec.structs.fields(wanted):
         yield f"{path}{field.encode_name}"

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S: Final = 0.5
 MAX_PAUSE_S: Final = 60.0
 """Maximum pause before a restart, in seconds. Each pause is twice as long as the previous one. After a task has run for
-longer than this, its next pause is the shortest again.
+longer than this maximum, its next pause is the shortest again.
 """
 FAILURE_PERIOD_S: Final = 60.0
 MAX_FAILURES: Final = 5

@@ -28,12 +28,12 @@ from agent_shim.core.errors import HostError, ShimError
 logger = logging.getLogger(__name__)
 
 LARGEST: Final = 10_000_000
-"""Size at which a log file is rotated. One older file is kept."""
+"""Size in bytes at which a log file is rotated. One older file is kept."""
 
 MAX_WAITING_BYTES: Final = 2 * 1024 * 1024
 """Maximum total size of the lines that are buffered until stderr accepts them."""
 FLUSH_TIMEOUT_S: Final = 1.0
-"""How long to wait at exit until stderr accepts the buffered lines."""
+"""How many seconds to wait at exit until stderr accepts the buffered lines."""
 
 LEVELS: Final = ("debug", "info", "warning", "error")
 

@@ -31,8 +31,9 @@ def hand_back(paths: Paths) -> list[str]:
     """Prepare the container for the Go agent and monit, and return a report as lines. May be repeated safely.
 
     Raises ``AlreadyRunningError`` while an agent is running, ``NotThereError`` if the base does not exist, and
-    otherwise ``HostError``. If the file that names the jobs or the disks cannot be read, nothing is removed. Otherwise
-    the markers on unknown disks would remain and mislead a later agent, because the Go agent does not update them.
+    ``HostError`` after any other failure. If the file that names the jobs or the disks cannot be read, nothing is
+    removed. A partial removal would leave the markers on unknown disks, which the Go agent does not update, and these
+    would mislead a later agent.
     """
     if not paths.base.is_dir():
         raise NotThereError(f"cannot hand back: there is no directory {paths.base} (set the base with -b)")
@@ -47,7 +48,7 @@ def hand_back(paths: Paths) -> list[str]:
             )
         known = _known_disks(paths)
         said = [*_jobs(paths, saved), *_disks(paths, known), *_firewall(paths)]
-        rotation.put_into_force(paths.logrotate_rule)
+        rotation.enable_rule(paths.logrotate_rule)
         files.remove_tree(paths.shut_down)
         files.remove_tree(paths.former_mbus)
         files.remove_tree(paths.shim_run)

@@ -37,7 +37,7 @@ def address_of(caller: socket.socket | None) -> str:
         return ""
 
 
-def least_deserving(callers: Iterable[tuple[T, str]]) -> T | None:
+def connection_to_close(callers: Iterable[tuple[T, str]]) -> T | None:
     """Return the connection to close if there are too many, or None if ``callers`` is empty.
 
     This is the oldest connection from the address that has the most of them. ``callers`` are in order of arrival.

@@ -138,7 +138,7 @@ class _HttpConnection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         if len(self._connections) >= MAX_CONNECTIONS:
-            loser = accepting.least_deserving(self._connections.items())
+            loser = accepting.connection_to_close(self._connections.items())
             assert loser is not None
             del self._connections[loser]
             loser.transport.abort()

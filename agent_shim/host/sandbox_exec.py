@@ -105,8 +105,8 @@ in this mount namespace.
 class BindMount(TypedDict):
     """A file or a directory tree ``source``, made visible at ``path``.
 
-    It is read-only unless ``write``, and nothing in it is executable unless ``run``. With ``shared``, mounts below it
-    propagate in both directions.
+    It is read-only unless ``write`` is set, and nothing in it is executable unless ``run`` is set. With ``shared``,
+    mounts below it propagate in both directions.
     """
 
     path: str

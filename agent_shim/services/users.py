@@ -180,7 +180,7 @@ async def remove(user: str) -> None:
 
 
 async def _end_processes(account: pwd.struct_passwd) -> None:
-    """End the processes of a removed account. Another account with the same uid may be created later."""
+    """End the processes of a removed account, because another account with the same uid may be created later."""
     if account.pw_uid == 0 or any(entry.pw_uid == account.pw_uid for entry in pwd.getpwall()):
         return  # an administrator may have given the same uid to another account
     if not proc.has_our_root(1):

@@ -33,7 +33,7 @@ async def answer(supervisor: Supervisor, request: Mapping[str, Any], *, obstacle
             return {"services": []}
         if obstacle and action in STARTING_ACTIONS:
             raise ActionError(f"cannot {action} anything: {obstacle}")
-        names = _meant(services, request)
+        names = _requested_names(services, request)
         await _do(supervisor, action, names)
         await supervisor.saved()  # so that the answer remains true after a crash
         if request.get("wait"):
@@ -56,7 +56,7 @@ def with_events(supervisor: Supervisor) -> list[dict[str, Any]]:
     return [describe(each) | {"events": msgspec.to_builtins(supervisor.events(each.process.name))} for each in services]
 
 
-def _meant(services: list[ServiceInfo], request: Mapping[str, Any]) -> list[str]:
+def _requested_names(services: list[ServiceInfo], request: Mapping[str, Any]) -> list[str]:
     """Return the names of the requested services, spelled as in the files. Raises ``ActionError`` with monit's text for
     an unknown name.
     """

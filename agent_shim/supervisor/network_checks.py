@@ -71,7 +71,7 @@ async def probe(connection: Connection) -> str:
             elif connection.protocol.name == "http":
                 await _http(line, connection)
             elif connection.is_udp:
-                await _unrefused(line)
+                await _require_not_refused(line)
     except TimeoutError:
         return f"connection failed: no answer from {target} within {allowed} seconds"
     except _WrongError as exc:
@@ -173,7 +173,7 @@ async def _addresses(
 # --- protocols --------------------------------------------------------------------------------------------------------
 
 
-async def _unrefused(line: _Conversation) -> None:
+async def _require_not_refused(line: _Conversation) -> None:
     """Send a byte, and wait a while for the kernel to report that nobody listens."""
     await line.send(b"\0")
     with contextlib.suppress(TimeoutError):

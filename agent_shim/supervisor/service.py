@@ -395,16 +395,16 @@ class Service:
 
     # --- lifecycle ----------------------------------------------------------------------------------------------------
 
-    def resume(self, record: ServiceRecord, *, same_world: bool) -> None:
+    def resume(self, record: ServiceRecord, *, is_same_container: bool) -> None:
         """Resume from a record, which comes from an earlier agent or from this agent before an apply.
 
-        ``same_world`` means that recorded pids are still valid, because there was no reboot and the container is the
-        same.
+        ``is_same_container`` means that recorded pids are still valid, because there was no reboot and the container is
+        the same.
         """
         self.record = record
         self._has_lived = record.state is not State.STOPPED
         self.take_spec(self.spec)
-        if same_world:
+        if is_same_container:
             self._finder.resume(self.spec.labels, record.processes)
             return
         record.processes = ProcessRecord()
@@ -745,7 +745,7 @@ class Service:
             self.notify("Execution failed", "alert", "failed to stop")
             self.on(Trigger.STUCK)
             return
-        if self._finder.lives_refused:
+        if self._finder.is_refused_process_alive:
             self.notify("Execution failed", "alert", f"stopped, but {self._finder.refused}; it still runs")
         self.on(Trigger.EMPTIED)
 

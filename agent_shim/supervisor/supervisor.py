@@ -255,8 +255,8 @@ class Supervisor:
         if saved is None:
             self._programs.keepers.forget_lost()
             return False
-        same_world = saved.incarnation == self._incarnation != "" and not root_is_new
-        if not same_world:
+        is_same_container = saved.incarnation == self._incarnation != "" and not root_is_new
+        if not is_same_container:
             self._programs.keepers.forget_lost()
         is_outdated = saved.is_wanted and await asyncio.to_thread(self._paths.stopped_marker.exists)
         self._is_wanted = saved.is_wanted and not is_outdated
@@ -264,12 +264,12 @@ class Supervisor:
         async with self._planning:
             if root_is_new:
                 await asyncio.to_thread(write_monit_files, self._paths.monit_job, saved.files)
-            await self._take_plan(saved.files, same_world=same_world)
+            await self._take_plan(saved.files, is_same_container=is_same_container)
             if is_outdated:
                 logger.warning("%s is older than the last stop: the jobs stay stopped", self._paths.supervisor_state)
                 for service in self._concerned():
                     service.stop()
-                    if not same_world:
+                    if not is_same_container:
                         service.on(Trigger.REBOOTED)
         return True
 
@@ -313,15 +313,15 @@ class Supervisor:
         async with self._planning:  # the last request must win, not the one that is parsed fastest
             if are_written:
                 await asyncio.to_thread(write_monit_files, self._paths.monit_job, job_files)
-            await self._take_plan(job_files, same_world=True)
+            await self._take_plan(job_files, is_same_container=True)
 
     async def forget(self) -> None:
         """Stop supervising all services. Processes keep running, and ``configure`` recognises them again."""
         async with self._planning:
             await asyncio.to_thread(files.remove_tree, self._paths.monit_job)
-            await self._take_plan((), same_world=True)
+            await self._take_plan((), is_same_container=True)
 
-    async def _take_plan(self, job_files: Sequence[JobFile], *, same_world: bool) -> None:
+    async def _take_plan(self, job_files: Sequence[JobFile], *, is_same_container: bool) -> None:
         if job_files != self._files:
             planned = partial(plan.plan, job_files, has_bpm=self._has_bpm, acted_on=self._acted_on)
             self._planned = await asyncio.to_thread(planned) if job_files else ()
@@ -345,7 +345,7 @@ class Supervisor:
                 if spec.unsupported:
                     logger.info("%s: not acted on: %s", spec.name, ", ".join(spec.unsupported))
                 if record := self._memory.pop(key, None):
-                    service.resume(record, same_world=same_world)
+                    service.resume(record, is_same_container=is_same_container)
             self._services[key] = service
         for key, service in self._services.items():
             service.prerequisites = [self._services[name] for name in needed[key] if name in self._services]
@@ -373,10 +373,11 @@ class Supervisor:
     # --- requests to all services -------------------------------------------------------------------------------------
 
     async def start(self, *, is_asked: bool = True) -> None:
-        """Start all jobs without waiting. This includes services in other groups than vcap, because monit starts them
-        at a reload.
+        """Start all jobs without waiting. This includes services outside the group vcap, because monit starts them at a
+        reload.
 
-        If the start ``is_asked`` for but cannot be saved for the next agent, raise ``HostError`` and start nothing.
+        ``is_asked`` means that the start was requested. If such a start cannot be saved for the next agent, raise
+        ``HostError`` and start nothing.
         """
         was_wanted, self._is_wanted = self._is_wanted, True
         self._starting = [each for each in self._services.values() if each.spec.is_vcap or each.spec.mode != "manual"]
@@ -515,7 +516,7 @@ class Supervisor:
         if was_written_after(named, found):
             processes = service.record.processes
             processes.known, processes.named_by, processes.is_only_named = found.identity, named, True
-            service.resume(service.record, same_world=True)
+            service.resume(service.record, is_same_container=True)
 
     async def unmonitor_one(self, name: str) -> None:
         """Stop monitoring a service and its dependants."""

@@ -296,8 +296,8 @@ async def test_logrotate_rule_is_disabled_while_the_agent_rotates(logs: Path) ->
     task.cancel()
     await asyncio.wait([task])
 
-    rotation.put_into_force(rule)
-    rotation.put_into_force(rule)
+    rotation.enable_rule(rule)
+    rotation.enable_rule(rule)
     assert [path.read_text() for path in rule.parent.iterdir()] == ["the Go agent's"]
     assert rule.exists()
 

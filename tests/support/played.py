@@ -183,7 +183,7 @@ class PlayedFinder:
     """Replaces ``ProcessFinder`` and finds the process of a ``SimulatedMachine``."""
 
     refused = ""
-    lives_refused = False
+    is_refused_process_alive = False
 
     def __init__(self, keepers: Any, *_: Any) -> None:
         self.machine: SimulatedMachine = keepers.machine

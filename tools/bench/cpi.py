@@ -280,7 +280,7 @@ def _seconds(made: Sequence[float], floor: Sequence[float], what: str) -> Figure
     return figure([one * 1000 for one in made], "ms", floor=[one * 1000 for one in floor], floor_is=what)
 
 
-def _sections(what: str, steps: Sequence[str], times: Sequence[Sequence[float]]) -> Figures:
+def _figures_by_step(what: str, steps: Sequence[str], times: Sequence[Sequence[float]]) -> Figures:
     """Return a figure in ms for each step, which is the period between two recorded times of each call."""
     return {
         f"{what}, {step}": figure([(one[number + 1] - one[number]) * 1000 for one in times], "ms")
@@ -315,7 +315,7 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
         steps.append([began, *(await telling).values(), began + by_cpi[-1]])
         await site.cpi.call("delete_vm", fresh.vm)
     figures["cpi create_vm"] = _seconds(by_cpi, by_hand, "the same objects made by hand, until ready")
-    figures |= _sections("cpi create_vm", STEPS, steps)
+    figures |= _figures_by_step("cpi create_vm", STEPS, steps)
     by_hand, by_cpi, steps = [], [], []
     for _ in range(count):
         disk = await director.create_disk(instance)
@@ -336,11 +336,11 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
         by_hand.append(await asyncio.to_thread(bare.make, None, made_by_hand))
         await _remove(site, bare, other)
     figures["cpi attach_disk, live"] = _seconds(by_cpi, by_hand, "the same attachment pod made by hand, until ready")
-    figures |= _sections("cpi attach_disk, live", STEPS_OF_ATTACHMENT, steps)
-    await _life(site, figures, instance, count)
+    figures |= _figures_by_step("cpi attach_disk, live", STEPS_OF_ATTACHMENT, steps)
+    await _vm_lifecycle(site, figures, instance, count)
 
 
-async def _life(site: Site, figures: Figures, instance: DeployedInstance, count: int) -> None:
+async def _vm_lifecycle(site: Site, figures: Figures, instance: DeployedInstance, count: int) -> None:
     """Measure CPI calls together with the requests that a Director sends to the agent."""
     director = site.deployments
     pong: dict[str, list[float]] = {"claim": [], "empty_dir": []}

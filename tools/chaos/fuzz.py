@@ -79,7 +79,7 @@ def _request(data: bytes) -> object:
     return found.bind(request.arguments) if found is not None else None
 
 
-class _Unheard(asyncio.Transport):
+class _DiscardingTransport(asyncio.Transport):
     """A transport that discards everything written to it."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -231,7 +231,7 @@ def _http(data: bytes) -> None:
             return http_server.HttpResponse(200, b"")
 
         connection = http_server.connection(answer, ("GET", "HEAD", "POST"))
-        connection.connection_made(_Unheard())
+        connection.connection_made(_DiscardingTransport())
         for piece in pieces:
             connection.data_received(piece)
         connection.connection_lost(None)

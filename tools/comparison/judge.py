@@ -614,9 +614,9 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
         for (event, program), count in Counter((event, program) for _, event, program in phase["events"]).items():
             if (name, event) != ("post-start", "lives"):  # A process may report late that it has started.
                 yield f"{program} {event}", str(count) if event == "lives" else "yes"
-    yield from _told(phase)
+    yield from _alerts_and_scripts(phase)
     for command, said in phase["texts"].items():
-        yield from _said(command, said)
+        yield from _comparable_output(command, said)
     if "processes" in phase["texts"]:
         left = set(phase["texts"]["processes"].split()) - OF_BPM
         yield "processes left", " ".join(sorted(left))
@@ -637,7 +637,7 @@ def _is_listed(process: str, phase: dict[str, Any]) -> bool:
     return values is None or any(path.startswith(f"processes[{process}]") for path in values)
 
 
-def _told(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _alerts_and_scripts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the number of alerts of each kind, and the arguments of each script that the Director has run."""
     for alert, number in sorted(Counter(phase["alerts"]).items()):
         yield f"alert {alert}", alert if number == 1 else f"{alert} ({number} times)"
@@ -646,7 +646,7 @@ def _told(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"script {script}", f"{number} x {arguments}".strip()
 
 
-def _said(command: str, said: str) -> Iterator[tuple[str, str]]:
+def _comparable_output(command: str, said: str) -> Iterator[tuple[str, str]]:
     """Yield the comparable parts of a command's output.
 
     For monit, these are the exit code, the state of each service, and the titles of all other lines without their

@@ -119,7 +119,7 @@ class Own:
 
     @property
     def address(self) -> str:
-        return str(self._told()["address"])
+        return str(self._node_info()["address"])
 
     def start(self, line: str) -> None:  # noqa: ARG002 - the image is based on Debian
         require("podman")
@@ -134,7 +134,7 @@ class Own:
             (self._where / "pid").write_text(str(holder.pid))
             self._until_ready(holder)
         self.enter()
-        shutil.copy(self._told()["kubeconfig"], self._runner.kubeconfig)
+        shutil.copy(self._node_info()["kubeconfig"], self._runner.kubeconfig)
 
     def enter(self) -> None:
         if not self._is_held():
@@ -147,7 +147,7 @@ class Own:
         self._runner.inside = ("nsenter", f"--target={pid}", *namespaces, f"--wdns={Path.cwd()}", "--")
 
     def digest(self) -> str:
-        return str(self._told()["digest"])
+        return str(self._node_info()["digest"])
 
     def remove(self) -> None:
         if not self._is_held():
@@ -157,7 +157,7 @@ class Own:
         while self._is_held() and time.monotonic() < until:
             time.sleep(0.2)
 
-    def _told(self) -> dict[str, str]:
+    def _node_info(self) -> dict[str, str]:
         told: dict[str, str] = json.loads((self._where / "node.json").read_text())
         return told
 

@@ -215,7 +215,7 @@ class HttpsBus:
         self._callers = {key: each for key, each in callers if not each.greeting.done() or key in connections}
         if len(self._callers) >= self._bounds.connections:
             strangers = ((key, each.address) for key, each in self._callers.items() if key not in self._known)
-            loser = accepting.least_deserving(strangers)
+            loser = accepting.connection_to_close(strangers)
             if loser is None:
                 caller.close()
                 return

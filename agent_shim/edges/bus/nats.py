@@ -81,8 +81,8 @@ class BusTiming(msgspec.Struct, frozen=True):
     """
     early: float = 60.0
     early_step: float = 1.0
-    """Period after the start in which the pause is fixed at about ``early_step``, because the server may not know the
-    agent yet.
+    """Pause between attempts during the first ``early`` seconds after the start, when the server may not know the agent
+    yet.
     """
     reply: float = 45.0
     """How long a reply waits for a connection. The Director gives up on the request after the same time."""

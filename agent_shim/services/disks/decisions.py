@@ -291,7 +291,7 @@ Step = Take | Show | TakeAway | Mark | Claim | Unclaim | Sync | ReleaseVolume
 
 
 def restore(view: View) -> list[Step]:
-    """Mount every disk where it belongs, after a restart or an interrupted request."""
+    """Return the steps that mount every disk where it belongs, after a restart or an interrupted request."""
     decided, disks, steps = plan_of(view), view.disks, list[Step]()
     for cid in (decided.store, decided.target, *sorted(decided.replaced)):
         steps += _take(disks[cid]) if cid in disks else []
@@ -321,7 +321,9 @@ def restore(view: View) -> list[Step]:
 
 
 def mount(view: View, cid: str) -> list[Step]:
-    """Mount a disk on the store, or on the migration target while another one is on the store."""
+    """Return the steps that mount a disk on the store, or on the migration target while another disk is on the
+    store.
+    """
     disk = present(view, cid)
     if disk.is_another and disk.marker:
         hint = f"(if it really is {cid}, remove {DIRECTORY} from it)"
@@ -374,7 +376,9 @@ def _former(view: View, new: Disk) -> Disk | None:
 
 
 def unmount(view: View, cid: str) -> list[Step]:
-    """Unmount a disk wherever it is mounted, and make sure that no restart mounts it again."""
+    """Return the steps that unmount a disk wherever it is mounted, and that make sure that no restart mounts it
+    again.
+    """
     disk, point, steps = view.disks.get(cid), view.point_of(cid), list[Step]()
     volume = disk.volume if disk else None
     if volume is not None:
@@ -393,7 +397,7 @@ def unmount(view: View, cid: str) -> list[Step]:
 
 
 def begin_copy(view: View, old: str, new: str) -> list[Step]:
-    """Prepare to copy the disk on the store to the one on the migration target.
+    """Return the steps that prepare a copy of the disk on the store to the one on the migration target.
 
     Empty cids stand for the disks mounted there. If the migration has already finished, there are no steps.
     """
@@ -414,7 +418,7 @@ def begin_copy(view: View, old: str, new: str) -> list[Step]:
 
 
 def swap(view: View, old: str, new: str) -> list[Step]:
-    """Replace the source on the store with its finished copy.
+    """Return the steps that replace the source on the store with its finished copy.
 
     The copy takes effect once its marker says ``store``. If the swap fails before that, the next :func:`restore` undoes
     it; if it fails afterwards, the next :func:`restore` completes it.

@@ -91,8 +91,8 @@ class Logs:
             return archive, done.sha512
 
     async def remove(self, path: str) -> None:
-        """Remove an archive created by ``bundle``, or a temporary file. If the file does not exist, this is not an
-        error, even for a path that may not be removed.
+        """Remove an archive created by ``bundle``, or a temporary file. Does nothing if the file does not exist, even
+        if the path is one that may not be removed.
 
         If the path is a link, only the link is removed.
         """

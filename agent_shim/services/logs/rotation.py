@@ -47,7 +47,7 @@ round.
 LOOK_TIMEOUT_S: Final = 10.0
 ROTATE_TIMEOUT_S: Final = 1800.0
 ARCHIVE: Final = re.compile(r".*\.log\.[0-9]+\.gz", re.DOTALL)
-OUT_OF_FORCE: Final = ".disabled"
+DISABLED_SUFFIX: Final = ".disabled"
 """Suffix that disables a rule, because logrotate skips files with it (``tabooext``)."""
 UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
@@ -126,7 +126,7 @@ class Rotation:
         while True:
             await asyncio.sleep(clock.until_beat(self._limits.period))
             try:
-                if await asyncio.to_thread(_put_out_of_force, self._rule):
+                if await asyncio.to_thread(_disable_rule, self._rule):
                     await self.rotate()
             except (ActionError, OSError) as exc:
                 logger.error("cannot rotate the logs of jobs: %s", exc)
@@ -152,7 +152,7 @@ class Rotation:
         for path in surplus(found, self._limits.total):
             shown = guarded.shown(path)
             logger.info("removing %s: archives of logs exceed %d bytes", shown, self._limits.total)
-            await blocking.call(_whose(path), partial(remove, self._root, path))
+            await blocking.call(_call_owner(path), partial(remove, self._root, path))
 
     async def _look(self, limit: int) -> Findings:
         """Search the files of each job in a thread of its own, so that a job whose volume hangs does not delay the
@@ -163,7 +163,7 @@ class Rotation:
             look = partial(look_at, self._root, job, limit)
             try:
                 findings.due[job], findings.archives[job] = await blocking.call(
-                    _whose(job), look, timeout=LOOK_TIMEOUT_S
+                    _call_owner(job), look, timeout=LOOK_TIMEOUT_S
                 )
             except OSError as exc:
                 logger.warning("cannot rotate the logs of %s: %s", guarded.shown(job) or self._root, exc)
@@ -179,10 +179,10 @@ class Rotation:
             return self._limits.size
 
 
-def _put_out_of_force(rule: Path) -> bool:
+def _disable_rule(rule: Path) -> bool:
     """Disable the Go agent's rule. Return False if that fails, in which case logrotate rotates the logs. Blocks."""
     try:
-        rule.rename(f"{rule}{OUT_OF_FORCE}")
+        rule.rename(f"{rule}{DISABLED_SUFFIX}")
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError as exc:
@@ -192,12 +192,12 @@ def _put_out_of_force(rule: Path) -> bool:
     return True
 
 
-def put_into_force(rule: Path) -> None:
+def enable_rule(rule: Path) -> None:
     """Enable the Go agent's rule again, if there is one, so that logrotate rotates the job logs. Raises
     ``HostError``.
     """
     with files.attempting(f"enable {rule}"), suppress(FileNotFoundError):
-        rule.with_name(f"{rule.name}{OUT_OF_FORCE}").rename(rule)
+        rule.with_name(f"{rule.name}{DISABLED_SUFFIX}").rename(rule)
 
 
 def leave_to_logrotate(rule: Path) -> None:
@@ -205,13 +205,15 @@ def leave_to_logrotate(rule: Path) -> None:
     Blocks.
     """
     try:
-        put_into_force(rule)
+        enable_rule(rule)
     except HostError as exc:
         logger.error("cannot leave the logs of jobs to logrotate: %s", exc)
 
 
-def _whose(path: str) -> str:
-    """Return the group for which ``guarded`` opens the file: all files of a job belong to the same group."""
+def _call_owner(path: str) -> str:
+    """Return the owner under which ``host.blocking`` runs calls for this path. All files of a job have the same owner,
+    so a job whose volume hangs blocks only one thread.
+    """
     return f"sys/log/{path.partition('/')[0]}"
 
 

@@ -239,7 +239,7 @@ def _longest(mode: _Mode, text: str, at: int) -> tuple[str, int]:
 
 
 def _single(match: re.Match[str], tokens: list[Token]) -> int:
-    """Append the token of an alternative that consists of one token."""
+    """Append the token for a match of one of those alternatives of ``_TOKEN`` that produce exactly one token."""
     text, value = match[0], ""
     match match.lastgroup:
         case "quoted":

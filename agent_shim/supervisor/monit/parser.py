@@ -305,14 +305,16 @@ def problems(files: Iterable[MonitFile]) -> list[Problem]:
             if name.lower() not in defined:
                 text = f"'{check.name}' depends on '{name}', which is not defined"
                 found.append(Problem("missing", check.name, origin, check.line, text))
-    for circle in _circles({name: [below.lower() for below in check.depends] for name, (check, _) in defined.items()}):
+    for circle in _dependency_cycles(
+        {name: [below.lower() for below in check.depends] for name, (check, _) in defined.items()}
+    ):
         check, origin = defined[circle[0]]
         text = "depends on itself: " + " -> ".join(defined[name][0].name for name in [*circle, circle[0]])
         found.append(Problem("cycle", check.name, origin, check.line, text))
     return found
 
 
-def _circles(depends: Mapping[str, list[str]]) -> Iterator[list[str]]:
+def _dependency_cycles(depends: Mapping[str, list[str]]) -> Iterator[list[str]]:
     """Yield each circular dependency as a list of names, which begins with the service that is defined first. No name
     is yielded twice.
     """

@@ -36,7 +36,7 @@ class Signal(msgspec.Struct, frozen=True):
 
 
 class Unknown(msgspec.Struct, frozen=True):
-    """How the process ended was not observed."""
+    """The end of the process was not observed."""
 
     kind = "unknown"
 

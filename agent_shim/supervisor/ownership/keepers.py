@@ -195,7 +195,7 @@ class Keepers:
         self._changed(each)
 
     def _changed(self, each: Keeper) -> None:
-        """Handle a report of a keeper: forget it if it has no descendants or was killed."""
+        """Handle a keeper's report. If the keeper has no descendants or was killed, forget it."""
         if not (each.state.is_childless or each.is_lost):
             return
         each.on_change = None

@@ -122,7 +122,7 @@ class ProcessFinder:
         return self._adopt(record, pidfile, *found)
 
     @property
-    def lives_refused(self) -> bool:
+    def is_refused_process_alive(self) -> bool:
         """Return True while the process that was refused is alive."""
         return self._refused is not None and proc.is_there(self._refused[1])
 

@@ -435,7 +435,7 @@ async def test_stop_program_runs_once_and_only_if_the_service_was_started(is_res
     for state, programs in ((State.STOPPED, 0), (State.RUNNING, 1), (State.UNMONITORED, 1)):
         service = service_on(machine := SimulatedMachine(how_starts="not"))
         if is_resumed:
-            service.resume(ServiceRecord(state=state), same_world=True)
+            service.resume(ServiceRecord(state=state), is_same_container=True)
         elif programs:
             service.start()
         async with running(service):

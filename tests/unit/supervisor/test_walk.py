@@ -152,21 +152,21 @@ class Walk:
         with contextlib.suppress(asyncio.CancelledError):
             await self.running
 
-    async def next_agent(self, *, same_world: bool) -> None:
+    async def next_agent(self, *, is_same_container: bool) -> None:
         """Simulate the death of the agent and the start of its successor, which resumes from the saved record.
 
-        Unless ``same_world`` is set, all processes die with the agent.
+        Unless ``is_same_container`` is set, all processes die with the agent.
         """
         saved = msgspec.json.encode(self.service.record)
         await self.end()
         self.service.release()
-        if not same_world:
+        if not is_same_container:
             self.machine.kill_all()
         # The next agent does not wait for a running stop program, which it does not even know if the monit file has
         # become invalid. Instead, it carries out an unfinished stop again.
         self.machine.stopper = None
         self.service = self.made()
-        self.service.resume(msgspec.json.decode(saved, type=ServiceRecord), same_world=same_world)
+        self.service.resume(msgspec.json.decode(saved, type=ServiceRecord), is_same_container=is_same_container)
         self.running = asyncio.create_task(self.service.run())
 
     async def step(self, step: Step) -> None:
@@ -198,10 +198,10 @@ class Walk:
             # The service polls for a process that it did not start.
             await asyncio.sleep(NOTICED)
         elif step == "agent dies":
-            await self.next_agent(same_world=True)
+            await self.next_agent(is_same_container=True)
             model.since = asyncio.get_running_loop().time()
         elif step == "machine boots":
-            await self.next_agent(same_world=False)
+            await self.next_agent(is_same_container=False)
             model.boot()
         elif step == "file breaks":
             self.take(BROKEN)
