@@ -85,7 +85,9 @@ async def test_signed_url_takes_precedence_over_the_blob_id(paths: Paths, server
 
 
 async def test_local_blobs_take_precedence_over_the_blobstore(paths: Paths, server: BlobServer, blobs: Blobs) -> None:
-    """The order is: blobs received over the bus, blobs uploaded by HTTPS, the blobstore."""
+    """The agent looks first for a blob that it received over the bus, then for one that was uploaded over HTTPS, and
+    only then in the blobstore.
+    """
     places = [paths.sensitive_blobs / ID, paths.blobs / ID]
     for place in places:
         place.write_bytes(str(place).encode())

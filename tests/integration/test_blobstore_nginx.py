@@ -140,7 +140,7 @@ async def test_dav_blobstore_with_signed_urls_works_without_a_password(tmp_path:
     [({"seconds": -60}, 410), ({"method": "GET"}, 403)],
     ids=["too late", "for another method"],
 )
-async def test_error_of_a_rejected_signed_url_contains_only_host_and_status(
+async def test_error_for_a_rejected_signed_url_contains_only_host_and_status(
     world: LocalAgent, server: Nginx, change: dict[str, Any], status: int
 ) -> None:
     """The error contains no part of the URL, because its signature may still be valid for another request."""

@@ -146,7 +146,11 @@ async def test_local_blob_must_be_a_regular_file(paths: Paths, tmp_path: Path, w
 async def test_dav_path_begins_with_the_first_byte_of_the_ids_sha1(
     paths: Paths, tmp_path: Path, transfer: Transfer
 ) -> None:
-    """The upload and the download both send the user and password, which may contain colons and non-ASCII letters."""
+    """As in the Go agent, blobs are spread over directories that are named after the first byte of the SHA-1 of their
+    id.
+
+    Uploads and downloads also send the user and password, which may contain colons and non-ASCII letters.
+    """
     (tmp_path / "file").write_bytes(b"data")
     async with http_server() as server:
         server.user = "agent:päss:word"
@@ -177,7 +181,7 @@ async def test_dav_without_a_user_sends_no_credentials(paths: Paths, transfer: T
         assert "authorization" not in server.requests[0].headers
 
 
-async def test_error_of_a_wrong_dav_password_contains_only_host_and_status(paths: Paths, transfer: Transfer) -> None:
+async def test_error_for_a_wrong_dav_password_contains_only_host_and_status(paths: Paths, transfer: Transfer) -> None:
     async with http_server() as server:
         server.user = "agent:other"
         with pytest.raises(BlobError) as caught:

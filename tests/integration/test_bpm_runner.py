@@ -295,8 +295,8 @@ def started_at(pid: int) -> float:
 
 @pytest.mark.parametrize("later_s", [-60, -0.5, 900])
 async def test_bpm_pidfile_without_a_matching_process_is_ignored(world: JobTree, later_s: float) -> None:
-    """A process belongs to the pidfile only if it was started when the file was written. Otherwise it is another
-    process that got the same pid later.
+    """A process belongs to the pidfile only if it was started at about the time when the file was written. Otherwise it
+    is another process that got the same pid later.
     """
     job(world, "exec sleep 600")
     other = process.spawn(["sleep", "600"], env={})
@@ -350,7 +350,7 @@ async def test_bpm_pre_start_hook_runs_first_and_its_failure_is_reported(world: 
 
 
 @pytest.mark.parametrize("end", ["running", "stopped"])
-async def test_slow_bpm_hook_runs_once_beyond_the_start_timeout(world: JobTree, end: str) -> None:
+async def test_bpm_hook_slower_than_the_start_timeout_is_neither_killed_nor_rerun(world: JobTree, end: str) -> None:
     """As under monit, a slow hook is neither killed nor run again, and the process starts when the hook has finished.
 
     A stop kills the hook.

@@ -120,7 +120,9 @@ async def test_one_worker_installs_all_bundles(paths: Paths, bundles: Bundles, m
 
 
 async def test_bundle_installed_by_the_go_agent_is_reused(paths: Paths, bundles: Bundles) -> None:
-    """The Go agent marks an installed bundle only by its directory, so an existing directory is enough."""
+    """The Go agent leaves no other sign that a bundle is installed than its directory, so an existing directory is
+    enough.
+    """
     bundle = Bundle("package", "p", "1", BlobRef("gone", digest="00"))
     bundles.path(bundle).mkdir(parents=True)
     await installed(bundles, bundle)
@@ -253,7 +255,7 @@ async def test_directory_at_a_link_path_is_replaced_unless_the_bundle_is_missing
     assert bundles.path(bundle).is_dir()
 
 
-async def test_bundle_removal_follows_no_link_at_the_versions_directory(
+async def test_bundle_removal_does_not_follow_a_link_in_place_of_the_versions_directory(
     paths: Paths, bundles: Bundles, tmp_path: Path
 ) -> None:
     others = [tmp_path / "others/version", files.sibling(tmp_path / "others/version")]

@@ -180,8 +180,8 @@ def nest(directory: Path, levels: int) -> None:
     os.close(here)
 
 
-def test_deep_tree_is_copied_over_a_former_attempt(pair: tuple[Path, Path]) -> None:
-    """Removing the former copy must not recurse, because the tree has more levels than Python's recursion limit."""
+def test_deep_tree_is_copied_over_an_earlier_attempt(pair: tuple[Path, Path]) -> None:
+    """Removing the earlier copy must not recurse, because the tree has more levels than Python's recursion limit."""
     source, target = pair
     nest(source, LEVELS)
     try:

@@ -1,6 +1,6 @@
-"""``bosh create-env`` and ``delete-env`` with a real agent. A client sends the requests of the CLI.
+"""``bosh create-env`` and ``delete-env`` with a real agent. A client sends the same requests as the bosh CLI.
 
-The order of the requests is that of the bosh CLI (``deployment/vm/vm.go``, ``deployment/instance/instance.go``).
+The requests have the same order as in the CLI (``deployment/vm/vm.go``, ``deployment/instance/instance.go``).
 """
 
 from __future__ import annotations

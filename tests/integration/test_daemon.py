@@ -35,7 +35,7 @@ def readiness(address: str, level: str) -> tuple[int, str]:
     return page(f"http://{address}/readyz?level={level}", timeout=20)
 
 
-async def test_agent_exits_with_0_at_sigterm_and_leaves_the_jobs_running(instance: RunningAgent) -> None:
+async def test_agent_exits_with_0_on_sigterm_and_leaves_the_jobs_running(instance: RunningAgent) -> None:
     before = await instance.deploy(2)
 
     assert await instance.stop_agent() == 0

@@ -42,7 +42,7 @@ def mounted(instance: InstanceWithVolumes) -> list[mounts.Mount]:
 
 
 @each_way
-async def test_restored_mount_clears_its_former_error(
+async def test_restored_mount_clears_the_error_of_the_failed_attempt(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the disk disappears later, the reported problem must not be the error of the earlier attempt."""
@@ -63,9 +63,11 @@ async def test_restored_mount_clears_its_former_error(
 
 
 @by("links")
-async def test_locked_mount_options_do_not_fail_a_mount(
+async def test_disk_is_mounted_even_if_its_mount_options_cannot_be_changed(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The kernel may forbid the container to change mount options (EPERM). Any other error fails the mount."""
+
     def refused(*_: object, **__: object) -> None:
         raise HostError(number, "cannot change the mount options")
 
@@ -81,10 +83,11 @@ async def test_locked_mount_options_do_not_fail_a_mount(
 async def test_volume_mounted_on_the_store_by_the_platform_is_treated_as_a_disk(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A volume without a marker that the platform mounted at the store is treated as the instance's disk.
+    """A volume that the platform mounted at the store is treated as the instance's disk, although the Director does not
+    know it.
 
-    This is not so if the volume's marker says that the disk is unmounted, or if the volume belongs to a disk that the
-    agent knows.
+    Exceptions are a volume whose marker says that its disk was unmounted, and the volume of a known disk that the
+    Director has not yet had mounted.
     """
     store = instance.paths.store
     instance.attach("z")
@@ -241,7 +244,9 @@ async def test_disk_leased_by_another_agent_is_never_mounted(instance: InstanceW
 
 @each_way
 async def test_unmarked_disk_leased_by_another_agent_is_rejected(instance: InstanceWithVolumes) -> None:
-    """Without the lease check, a disk with files but without a marker would be taken for the instance's former disk."""
+    """Without the lease check, a disk with files but without a marker would be mistaken for the instance's earlier
+    disk.
+    """
     former = instance.attach("a")
     (former / "data").write_text("precious")
     instance.attach("b")
@@ -254,7 +259,7 @@ async def test_unmarked_disk_leased_by_another_agent_is_rejected(instance: Insta
 
 
 @each_way
-async def test_disk_with_another_cid_is_rejected(instance: InstanceWithVolumes) -> None:
+async def test_volume_marked_with_another_cid_is_rejected(instance: InstanceWithVolumes) -> None:
     await instance.mount("a")
     await instance.disks.unmount("a")
     instance.persistent = {"b": str(instance.volume("a"))}
@@ -295,7 +300,8 @@ async def test_existing_files_are_not_hidden_by_a_disk_link(instance: InstanceWi
 
 
 @each_way
-async def test_foreign_link_or_mount_at_the_store_is_kept(instance: InstanceWithVolumes) -> None:
+async def test_unknown_link_or_mount_at_the_store_is_not_replaced(instance: InstanceWithVolumes) -> None:
+    """Something other than the agent has created the link or mount, so mounting a disk over it fails."""
     instance.attach("a")
     if instance.bind:
         mount_tmpfs(instance.paths.store)
@@ -310,7 +316,7 @@ async def test_foreign_link_or_mount_at_the_store_is_kept(instance: InstanceWith
 
 
 @each_way
-async def test_full_disk_is_mounted_without_a_marker_and_unmounted(
+async def test_full_disk_can_be_mounted_and_unmounted_without_a_marker(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instance.attach("a")
@@ -770,7 +776,10 @@ async def test_disk_of_another_instance_is_mounted_only_by_the_director(instance
 
 
 @each_way
-async def test_director_decides_between_two_disks_that_claim_the_store(instance: InstanceWithVolumes) -> None:
+async def test_two_disks_marked_for_the_store_stay_unmounted_until_one_is_requested(
+    instance: InstanceWithVolumes,
+) -> None:
+    """The agent cannot know which of the two disks belongs at the store, so it mounts neither and reports a problem."""
     for cid in "ab":
         markers.write(instance.attach(cid), Marker(cid, "store"))
 
@@ -785,8 +794,8 @@ async def test_director_decides_between_two_disks_that_claim_the_store(instance:
 
 @each_way
 async def test_disk_of_an_older_agent_is_adopted(instance: InstanceWithVolumes) -> None:
-    """Agents without markers recorded their disk only in managed_disk_settings.json. The disk's mount or link may be
-    missing.
+    """Older agents wrote no markers and named their disk only in managed_disk_settings.json. The disk is adopted even
+    if its mount or link is missing.
     """
     instance.attach("a")
     instance.paths.managed_disk.write_text("a")
@@ -814,8 +823,8 @@ async def test_resize_begun_by_an_older_agent_is_adopted(instance: InstanceWithV
 
 @each_way
 async def test_unmarked_disk_with_files_is_mounted_at_the_store(instance: InstanceWithVolumes) -> None:
-    """An agent without markers used the disk. Its container was then recreated to attach the second disk, which is
-    empty.
+    """An agent that writes no markers used the disk, and its container was then recreated to attach a second, empty
+    disk. The disk with files must therefore be the earlier one, although the Director asks for the empty one.
     """
     (instance.attach("a") / "data").write_text("precious")
     (instance.attach("b") / "lost+found").mkdir()
@@ -829,9 +838,12 @@ async def test_unmarked_disk_with_files_is_mounted_at_the_store(instance: Instan
 
 @each_way
 @pytest.mark.parametrize("why", ["both have files", "it has a name"])
-async def test_unmarked_disk_is_not_mounted_if_it_might_not_be_the_former_one(
+async def test_unmarked_disk_is_not_mounted_if_it_may_not_be_the_earlier_store_disk(
     instance: InstanceWithVolumes, why: str
 ) -> None:
+    """If both disks have files, or if the disk with files is linked by a name, the agent cannot know that it was at the
+    store. It then mounts only the disk that the Director requests.
+    """
     for cid in "ab" if why == "both have files" else "a":
         (instance.attach(cid) / "data").write_text(cid)
     instance.attach("b")

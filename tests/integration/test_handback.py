@@ -21,7 +21,8 @@ from tests.support.instance import AGENT, RunningAgent
 async def test_handback_keeps_jobs_running_and_writes_their_monit_files(instance: RunningAgent) -> None:
     """Only this agent's own state is removed, and the Go agent's state stays as it is.
 
-    If this agent starts again, it adopts the jobs as after the Go agent, and starts none twice.
+    If this agent is started again, it adopts the running jobs, as it does when it replaces the Go agent, and starts
+    none of them twice.
     """
     before = await instance.deploy(2, 1)
     for _ in range(2):

@@ -86,7 +86,7 @@ BEGINNINGS = {
 @pytest.mark.attack("a neighbour sends requests that are malformed or never end to an open port")
 @pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS)
 async def test_endless_http_request_is_cut_off_without_using_memory(where: Where, beginning: bytes) -> None:
-    """The client sends fifty megabytes after the given beginning. The server closes the connection, and its memory does
+    """The client begins a request and then sends fifty megabytes. The server closes the connection, and its memory does
     not grow by a similar amount.
     """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -201,7 +201,7 @@ async def test_http_request_is_answered_although_excess_connections_follow(where
 
 
 @pytest.mark.attack("a neighbour holds the connections of an open port")
-async def test_idle_http_connections_do_not_evict_those_of_another_address(where: Where) -> None:
+async def test_idle_http_connections_do_not_evict_connections_from_another_address(where: Where) -> None:
     reader, writer = await asyncio.open_connection(*where)
     async with AsyncExitStack() as crowd:
         for _ in range(2 * http_server.MAX_CONNECTIONS):

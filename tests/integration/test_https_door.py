@@ -322,7 +322,7 @@ async def test_full_https_server_drops_the_oldest_unauthenticated_connection(
 
 
 @pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
-async def test_https_connections_do_not_evict_the_handshake_of_another_address(
+async def test_https_connections_do_not_evict_a_handshake_from_another_address(
     agent: PingAgent, tmp_path: Path
 ) -> None:
     """A slow client completes its TLS handshake, although twenty connections arrive from another address in the

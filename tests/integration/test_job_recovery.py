@@ -163,7 +163,8 @@ async def test_stopped_jobs_stay_stopped_in_a_new_container_until_started(
 ) -> None:
     """Pre-start does not run, because a Director runs pre-start itself before it starts jobs.
 
-    A start request is stored before it is answered, so it takes effect even if the container ends immediately after.
+    A start request is stored before it is answered, so it takes effect even if the container ends immediately
+    afterwards.
     """
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web", "true")}, start=was_started)

@@ -13,7 +13,7 @@ import pytest
 @pytest.mark.parametrize("holder", ["svlogd", "nobody"])
 def test_log_line_is_written_once_under_svlogd(tmp_path: Path, holder: str) -> None:
     """svlogd writes its standard input to a file in the directory that it has locked (runit, svlogd.c), so the agent
-    must not write that file too.
+    must write the line only to stderr and not to the same file.
     """
     code = (
         "import logging, sys; from pathlib import Path; from agent_shim.core import log\n"

@@ -390,7 +390,7 @@ async def test_next_monit_daemon_adopts_running_jobs(vm: MonitTree, number: sign
     assert vm.starts() == 4
 
 
-async def test_monit_daemon_reads_and_writes_the_state_file_of_monit(vm: MonitTree) -> None:
+async def test_monit_daemon_reads_and_writes_monits_state_file(vm: MonitTree) -> None:
     """The daemon does not start a service that monit 5.2.5 had unmonitored (format: state.c), and stores its own
     changes in monit's format.
     """

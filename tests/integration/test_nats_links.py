@@ -131,7 +131,7 @@ async def test_bus_is_reachable_while_its_server_refuses_the_agent(tmp_path: Pat
 
 
 async def test_slow_network_keeps_the_bus_connection(tmp_path: Path) -> None:
-    """If the network is slow, the answer to a ping may arrive only after the next ping has been sent."""
+    """The agent keeps the connection even if the answer to a ping arrives only after the next ping has been sent."""
     async with behind(tmp_path, timing=replace(FAST, ping=0.5, unanswered=3)) as (bus, proxy):
         proxy.delay = 0.4  # in each direction, so an answer takes longer than the interval between pings
         await asyncio.sleep(3)
@@ -153,7 +153,7 @@ async def test_t7_blocked_event_loop_keeps_the_bus_connection(tmp_path: Path) ->
 
 
 async def test_bus_reconnects_after_repeated_resets(tmp_path: Path) -> None:
-    """A lost connection has half a megabyte of TLS state. It is freed immediately, not only by the garbage
+    """The TLS state of a lost connection, half a megabyte, is freed immediately and not only by the garbage
     collector.
     """
     async with behind(tmp_path) as (bus, proxy):
@@ -264,7 +264,7 @@ def by_name(server: NatsServer, port: int) -> Mbus:
 
 
 async def test_bus_host_name_is_resolved_for_each_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Director that was recreated has another address under the same name."""
+    """Each attempt looks up the name again, because a recreated Director has another address under the same name."""
     async with NatsServer(tmp_path) as server:
         left = answering(monkeypatch, "127.0.0.2", OSError("no answer"), "127.0.0.2", "127.0.0.1")
         await server.add_agent("agent")
@@ -375,7 +375,7 @@ async def test_bus_address_is_reported_without_its_password(address: str, told: 
 @pytest.mark.parametrize("part", ["_read_loop", "_flusher", "_wait_for_msgs"])
 async def test_bus_connection_with_a_dead_client_task_is_replaced(tmp_path: Path, part: str) -> None:
     """If one of nats-py's tasks has died, nats-py no longer reads, sends or delivers, but still reports that it is
-    connected.
+    connected. The agent has to notice this from the missing answers to its pings.
     """
     async with (
         knowing(tmp_path) as server,

@@ -26,8 +26,8 @@ from tools.bench import rotation
 
 
 async def test_t11_rotation_loses_and_duplicates_no_request(tmp_path: Path) -> None:
-    """Five clients send requests without a pause. Each request is executed and answered once, although some requests
-    arrive on the old and on the new connection.
+    """Five clients send requests without a pause. Each request is executed and answered once, although some arrive on
+    both the old and the new connection.
     """
     handled: Counter[str] = Counter()
 
@@ -62,7 +62,7 @@ async def test_t11_rotation_loses_and_duplicates_no_request(tmp_path: Path) -> N
 
 @pytest.mark.slow
 async def test_fifty_rotations_lose_no_reply_and_cause_no_pause() -> None:
-    """Users of the bus are added and removed in the same way as by nats-sync.
+    """The test adds and removes users of the bus in the same way as nats-sync.
 
     A second client measures delays of the whole machine, which are added to the permitted pause.
     """

@@ -109,7 +109,7 @@ async def test_unreadable_bus_credentials_are_read_again(tmp_path: Path) -> None
 
 
 async def test_t1_certificates_of_a_director_are_accepted(tmp_path: Path) -> None:
-    """A real Director creates RSA keys with 3072 bits."""
+    """The certificates have RSA keys with 3072 bits, like those that a real Director creates."""
     async with knowing(tmp_path, Authority(bits=3072)) as server, on_bus(server.mbus("agent", bootstrap=True)) as bus:
         await connected(bus)
 

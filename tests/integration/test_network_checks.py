@@ -88,7 +88,7 @@ async def test_port_check_of_an_unknown_host_fails(host: str, port: int) -> None
     assert host in (await network_checks.echo(host, Echo(1)) or host)
 
 
-async def test_http_check_sends_the_request_of_monit() -> None:
+async def test_http_check_sends_the_same_request_as_monit() -> None:
     """Path, Host header and User-Agent match monit's, because servers may have access rules that depend on them."""
     heard: list[bytes] = []
 

@@ -93,8 +93,8 @@ async def test_orderly_stop_does_not_drain_jobs_that_the_director_stopped(world:
     assert not (world.paths.base / "trace").exists()
 
 
-async def test_process_ended_by_its_drain_script_is_not_restarted(world: LocalAgent) -> None:
-    """The drain scripts of many releases end the process themselves. This must not be treated as a crash."""
+async def test_process_ended_by_a_drain_script_is_not_restarted(world: LocalAgent) -> None:
+    """The drain scripts of many releases end the job's process themselves. The agent must not treat this as a crash."""
     gate = world.paths.base / "gate"
     drain = f"kill $(cat {world.paths.run}/web/web.pid)\nwhile [ ! -e {gate} ]; do sleep 0.02; done\necho 0\n"
     await started(world, web={**jobs.sleeper(world.paths, "web"), "bin/drain": f"#!/bin/sh\n{drain}"})

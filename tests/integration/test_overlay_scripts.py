@@ -78,7 +78,7 @@ def run(program: Path, *arguments: str, cwd: Path, stdin: str = "", **environ: s
         ("launch", (), "bosh-agent "),
     ],
 )
-def test_launch_script_starts_the_agent_or_the_init_depending_on_its_name(
+def test_launch_script_executes_the_agent_or_the_init_depending_on_its_name(
     top: Path, name: str, arguments: tuple[str, ...], said: str
 ) -> None:
     home = top / "opt/agent_shim"

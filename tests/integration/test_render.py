@@ -336,7 +336,7 @@ def test_render_refuses_a_variable_without_a_value(tmp_path: Path) -> None:
     assert "((secret)) has no value" in done.stderr
 
 
-def test_render_keeps_a_date_as_text(tmp_path: Path) -> None:
+def test_render_passes_dates_to_templates_as_text(tmp_path: Path) -> None:
     given = manifest(tmp_path, properties={"port": "day"})
     given.write_text(given.read_text().replace("day", "2015-07-01"))
     source = release(tmp_path / "r", "<%= p('port') %> <%= p('name') %>\n")

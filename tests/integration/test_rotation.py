@@ -93,8 +93,8 @@ async def test_log_archives_are_renumbered_and_the_oldest_is_removed(logs: Path)
 
 
 async def test_log_archives_have_a_total_size_limit(logs: Path) -> None:
-    """Archives are removed until the total size is within the limit. Each time, the oldest archive of that job is
-    removed whose archives use the most space.
+    """Archives are removed until the total size is within the limit. Each time, the agent removes the oldest archive of
+    the job whose archives use the most space.
     """
     for age, name in enumerate(["web/new.log.1.gz", "web/old.log.3.gz", "top.log.1.gz", "web/x.log"]):
         (logs / name).write_bytes(os.urandom(8192))
@@ -193,7 +193,7 @@ async def test_small_logs_are_rotated_before_a_huge_one(logs: Path, caplog: pyte
 
 
 def test_endless_writer_does_not_hold_up_the_rotation(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log is truncated at the latest when it has grown by half during the compression, even if the program keeps
+    """The log is truncated as soon as it has grown by half during its compression, even if the program keeps
     writing.
     """
     log, size = logs / "web/web.log", 4 * files.CHUNK_BYTES

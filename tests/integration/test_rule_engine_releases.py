@@ -171,7 +171,7 @@ async def test_check_host_skips_port_checks_of_a_host_that_fails_ping(
 
 
 async def test_failed_url_check_restarts_a_process(world: JobTree, web: Web) -> None:
-    """The rule of swarm_manager in docker-boshrelease: ``if (failed url … ) then restart``."""
+    """The rule comes from swarm_manager in docker-boshrelease: ``if (failed url … ) then restart``."""
     await web.open()
     rule = f"if (failed url http://127.0.0.1:{web.port}/info and content != 'x' for 2 cycles) then restart"
     async with world.checking(world.job("manager", None, "kill $(cat $pidfile)", rule)) as supervisor:
@@ -185,7 +185,7 @@ async def test_failed_url_check_restarts_a_process(world: JobTree, web: Web) -> 
 
 
 async def test_closed_udp_port_restarts_a_process(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule of ingestor_syslog in logsearch: ``if failed port … type udp``."""
+    """The rule comes from ingestor_syslog in logsearch: ``if failed port … type udp``."""
     monkeypatch.setattr("agent_shim.supervisor.network_checks.REFUSAL_S", 0.1)
     server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     server.bind(("127.0.0.1", 0))
@@ -204,8 +204,8 @@ async def test_closed_udp_port_restarts_a_process(world: JobTree, monkeypatch: p
 
 
 async def test_changed_file_runs_a_program_with_monit_variables(world: JobTree) -> None:
-    """The rule of nginx in prometheus-boshrelease: ``if changed timestamp then exec``. The program runs once for each
-    change.
+    """The program runs once for each change. The rule comes from nginx in prometheus-boshrelease: ``if changed
+    timestamp then exec``.
     """
     hosts = world.base / "hosts"
     hosts.write_text("127.0.0.1 localhost\n")
@@ -231,7 +231,7 @@ async def test_changed_file_runs_a_program_with_monit_variables(world: JobTree) 
 
 
 async def test_file_above_its_size_limit_is_failing(world: JobTree) -> None:
-    """The rule of queue in logsearch: ``if size > …``."""
+    """The rule comes from queue in logsearch: ``if size > …``."""
     dump = world.base / "dump.rdb"
     dump.write_bytes(bytes(100))
     text = f"check file dump with path {dump}\n if size > 1 kb for 2 cycles then alert\n group vcap\n"
@@ -249,7 +249,9 @@ async def test_file_above_its_size_limit_is_failing(world: JobTree) -> None:
 
 
 async def test_file_check_that_finds_a_directory_restarts(world: JobTree) -> None:
-    """monit implicitly applies this rule to every check of a file, directory or FIFO."""
+    """As in monit, every check of a file, directory or FIFO implicitly has a rule that restarts the service if the path
+    has another type.
+    """
     pid = world.base / "run"
     stop, start = (
         world.script("run", verb, body) for verb, body in (("stop", f"rmdir {pid}"), ("start", f"touch {pid}"))

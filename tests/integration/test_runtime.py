@@ -89,7 +89,7 @@ async def test_reconnect_sends_pending_alerts_and_an_extra_heartbeat(instance: R
 
 
 async def test_reconnect_updates_the_packet_filter(instance: RunningAgent) -> None:
-    """The bus may have another address now, which the filter must allow."""
+    """The bus may have another address now, and the packet filter must keep jobs from connecting to it."""
     written = instance.scratch / "written"
     instance.command = played("without_nft.py", written)
     await instance.start_agent()
@@ -162,7 +162,7 @@ async def test_default_monit_password_of_the_go_agent_is_replaced(instance: Runn
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
-async def test_metrics_separate_running_from_waiting_tasks_and_sent_from_repeated_alerts(
+async def test_metrics_distinguish_running_from_waiting_tasks_and_sent_from_repeated_alerts(
     instance: RunningAgent,
 ) -> None:
     instance.http = free_address()

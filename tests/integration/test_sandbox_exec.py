@@ -197,7 +197,7 @@ def test_sandboxed_job_does_not_inherit_the_agents_oom_protection(tmp_path: Path
     ],
 )
 async def test_sandbox_error_names_the_step_that_failed(tmp_path: Path, members: dict[str, Any], step: str) -> None:
-    """If the step concerns a path, the error contains it."""
+    """If the step concerns a path, the error contains the path."""
     status, found = await run(tmp_path, order(**members))
 
     program = members.get("argv", ["/bin/cat"])[0]

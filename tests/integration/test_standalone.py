@@ -180,7 +180,7 @@ async def test_standalone_agent_waits_for_jobs_in_an_empty_directory(place: Stan
     await place.until_ready()
 
 
-def test_standalone_agent_deploys_jobs_of_a_config_map(tmp_path: Path) -> None:
+def test_standalone_agent_deploys_jobs_from_a_config_map(tmp_path: Path) -> None:
     """The kubelet provides the files as links. The agent follows these links, ignores the kubelet's other files, and
     makes scripts executable.
     """
@@ -218,8 +218,8 @@ def test_standalone_agent_ignores_files_and_hidden_directories(tmp_path: Path) -
         standalone.read(tmp_path)
 
 
-def test_standalone_instance_has_the_values_of_its_file(tmp_path: Path) -> None:
-    """Drain scripts get ``persistent_disk``."""
+def test_standalone_instance_values_come_from_instance_json(tmp_path: Path) -> None:
+    """The values include the size of the persistent disk, which drain scripts get."""
     (tmp_path / "jobs/web").mkdir(parents=True)
     about = {"deployment": "shop", "name": "front", "id": "front-2", "az": "z3", "index": 2, "persistent_disk": 1024}
     (tmp_path / "instance.json").write_text(json.dumps(about))

@@ -104,7 +104,7 @@ def test_overlay_contains_everything_in_its_manifest(debian: Path) -> None:
 
 
 @pytest.mark.root
-def test_overlay_permits_net_raw_to_ping_only_if_it_lacks_privileges(debian: Path) -> None:
+def test_overlay_gives_ping_the_net_raw_capability_only_if_ping_has_no_privileges(debian: Path) -> None:
     """The capability is permitted but not effective. If it were effective, ping would not start in a container that
     lacks it, although it could use ICMP sockets there.
     """

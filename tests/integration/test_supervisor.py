@@ -578,7 +578,7 @@ async def test_stop_ends_before_the_director_gives_up(world: JobTree, monkeypatc
 async def test_a12_stop_timeout_error_has_the_text_that_the_director_expects(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Director tolerates errors that contain "Timed out waiting for service"."""
+    """The error contains "Timed out waiting for service", because the Director tolerates errors with this text."""
     monkeypatch.setattr(process, "send", _lose)
     monkeypatch.setattr(Keeper, "kill", AsyncMock())
     job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0")

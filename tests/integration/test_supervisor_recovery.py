@@ -355,8 +355,8 @@ async def test_next_agent_completes_a_stop_of_which_only_the_marker_was_written(
 
 
 async def test_stop_that_cannot_be_recorded_fails(world: JobTree) -> None:
-    """If the state cannot be saved, the marker file of a stop is enough to keep the job stopped. Here, that file is
-    from an earlier stop, after which the job was started, so the stop must fail.
+    """If the state of a stop cannot be saved, the marker file usually keeps the jobs stopped. This does not work for a
+    service that was started after an earlier stop, because the marker file existed already, so the stop must fail.
     """
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")

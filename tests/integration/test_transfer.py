@@ -204,7 +204,7 @@ async def test_put_sends_the_length_of_the_file(
 
 
 @pytest.mark.parametrize("how", ["403", "307", "redirect:http://127.0.0.1:1/"])
-async def test_error_of_a_rejected_put_contains_the_status(
+async def test_error_for_a_rejected_put_contains_the_status(
     server: BlobServer, transfer: Transfer, tmp_path: Path, how: str
 ) -> None:
     """The server may answer before it has read the whole file. A redirect is an error too."""
@@ -218,7 +218,7 @@ async def test_error_of_a_rejected_put_contains_the_status(
 
 
 async def test_put_waits_for_a_slow_answer(server: BlobServer, transfer: Transfer, tmp_path: Path) -> None:
-    """A server may need more time to answer after the upload than the transfer itself may stall."""
+    """After an upload, a server may take longer to answer than the time limit for a stalled transfer."""
     server.plan = [http.THINK]
     await put(transfer, f"{server.url}/new", BLOB, tmp_path)
 

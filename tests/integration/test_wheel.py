@@ -115,8 +115,8 @@ def test_every_module_of_the_wheel_can_be_imported(programs: Path) -> None:
 
 
 def test_wheel_installs_completion_and_manual(programs: Path) -> None:
-    """They are installed in the directories where shells and ``man`` look for them. They are ASCII, so that every
-    locale can print them.
+    """The files are installed where shells and ``man`` look for them. They are ASCII, so that every locale can print
+    them.
     """
     installed_files = {
         "bash": "bash-completion/completions/agent-shim",

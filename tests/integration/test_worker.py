@@ -132,7 +132,7 @@ async def test_worker_unpacks_jobs_packages_and_sources(paths: Paths) -> None:
 
 
 async def test_worker_fetches_an_archive_of_several_jobs_once(paths: Paths, server: BlobServer) -> None:
-    """The Director renders all jobs of an instance into one archive."""
+    """The Director renders all jobs of an instance into one archive, so the worker must request it only once."""
     data = tgz({f"job{number}/monit": b"m" for number in range(8)})
     server.blobs["/templates"] = data
     source = BlobRef(signed_url=f"{server.url}/templates?sig=x", digest=sha1(data))
@@ -267,8 +267,8 @@ async def test_file_lease_of_a_job_does_not_block_an_install(paths: Paths, tmp_p
 @pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
 @pytest.mark.slow
 async def test_stalled_download_is_abandoned_and_retried(paths: Paths, server: BlobServer) -> None:
-    """With the real timeouts, the server first stalls in the middle of the blob, and the next time sends it very
-    slowly.
+    """The test uses the real timeouts. At the first request, the server stalls in the middle of the blob, and at the
+    second, it sends the blob very slowly.
     """
     store = Blobstore("dav", {"endpoint": server.url})
     data = os.urandom(200_000)
@@ -374,7 +374,9 @@ async def begun(paths: Paths, server: BlobServer, started: list[process.Process]
 async def test_worker_terminated_while_unpacking_removes_its_files(
     paths: Paths, started: list[process.Process]
 ) -> None:
-    """Unpacking runs in a thread, which cannot be cancelled. It stops because its file is closed."""
+    """Unpacking runs in a thread, which cannot be cancelled. The thread stops because the file that it reads is
+    closed.
+    """
     source = kept(paths, tgz({f"f{number}": os.urandom(2000) for number in range(5000)}, compress=bytes))
     task = asyncio.create_task(install(paths, package(paths, "p", source)))
     await until(lambda: left_half_made(paths))

@@ -354,7 +354,7 @@ def test_listed_reasons_for_direct_opens_are_still_needed() -> None:
 
 
 @pytest.mark.attack("root in a container damages the files from which the agent starts")
-def test_the_agents_own_files_are_read_only_with_size_and_type_limits() -> None:
+def test_own_files_are_read_with_size_and_type_limits() -> None:
     """``files.read(…, is_own=True)`` limits the size and the type of the file, so it must be used for the agent's own
     files.
     """
