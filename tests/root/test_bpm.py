@@ -610,7 +610,9 @@ return [await supervisor.bpm.run(BpmCall("start", "web", "web"), [], {}), log("w
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_may_be_the_jobs_directory(inside: Inside, level: int) -> None:
-    """health_monitor requests this volume. The job sees all jobs in it, including its own at the target of its link."""
+    """health_monitor requests this directory as a volume. The job sees all jobs in it, and its own program can be run
+    although the job's path is a link.
+    """
     code, said, errors = run(inside, level, ALL_JOBS)
 
     assert (code, errors) == (0, "")

@@ -50,7 +50,9 @@ def managed(pod: PodInstance) -> str:
 
 
 async def test_second_mount_of_a_disk_does_not_use_the_migration_target(pod: PodInstance) -> None:
-    """If the Go agent gets mount_disk twice for the same disk, it also mounts the disk on the migration target."""
+    """If the Go agent gets mount_disk twice for the same disk, it also mounts the disk on the migration target. This
+    agent must not do that.
+    """
     await with_disks(pod, "disk-1")
 
     await pod.run("mount_disk", "disk-1")
@@ -60,8 +62,8 @@ async def test_second_mount_of_a_disk_does_not_use_the_migration_target(pod: Pod
 
 
 async def test_mounting_a_second_disk_keeps_the_first_as_the_managed_one(pod: PodInstance) -> None:
-    """The Go agent records a second disk as the managed disk as soon as it is mounted, before anything is copied to
-    it.
+    """The Go agent records a second disk as the managed disk as soon as it is mounted, before anything is copied to it.
+    This agent must keep the first disk on the store, even after a restart.
     """
     await with_disks(pod, "disk-1", "disk-2")
 
@@ -72,7 +74,9 @@ async def test_mounting_a_second_disk_keeps_the_first_as_the_managed_one(pod: Po
 
 
 async def test_migrate_disk_mounts_the_new_disk_on_the_store(pod: PodInstance) -> None:
-    """The Go agent fails in the last step of a migration, and afterwards neither disk is mounted."""
+    """The Go agent fails in the last step of a migration, and afterwards neither disk is mounted. This agent must mount
+    the new disk with the files of the old one.
+    """
     await with_disks(pod, "disk-1", "disk-2")
 
     await pod.run("migrate_disk", "disk-1", "disk-2")
@@ -84,7 +88,9 @@ async def test_migrate_disk_mounts_the_new_disk_on_the_store(pod: PodInstance) -
 
 
 async def test_unmount_disk_unmounts_the_store_and_forgets_the_disk(pod: PodInstance) -> None:
-    """The Go agent unmounts the container runtime's mount, but the store stays mounted and the disk recorded."""
+    """The Go agent unmounts the container runtime's mount, but the store stays mounted and the disk recorded. This
+    agent must do the opposite.
+    """
     await with_disks(pod, "disk-1")
 
     await pod.run("unmount_disk", "disk-1")
@@ -96,7 +102,9 @@ async def test_unmount_disk_unmounts_the_store_and_forgets_the_disk(pod: PodInst
 
 
 async def test_disk_is_mounted_and_listed_after_a_restart(pod: PodInstance) -> None:
-    """After a restart, the Go agent lists the disk, but the store is an empty directory of the container."""
+    """After a restart, the Go agent lists the disk, but the store is an empty directory of the container. This agent
+    must mount the disk as well.
+    """
     await with_disks(pod, "disk-1")
 
     await pod.restart()
@@ -106,8 +114,8 @@ async def test_disk_is_mounted_and_listed_after_a_restart(pod: PodInstance) -> N
 
 
 async def test_agent_boots_after_its_disk_was_removed(pod: PodInstance) -> None:
-    """The Go agent never clears the file that names the mounted disk. Once the disk has been removed, it fails at each
-    boot.
+    """The Go agent never clears the file that names the mounted disk, so it fails at each boot once the disk has been
+    removed. This agent must boot.
     """
     pod.keeps_root = True
     await with_disks(pod, "disk-1")

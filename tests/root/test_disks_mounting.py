@@ -368,8 +368,8 @@ async def test_disk_mounted_by_a_manifest_can_be_migrated(instance: InstanceWith
 
 @by("mounts")
 async def test_disk_swap_interrupted_over_a_mount_of_the_manifest_is_completed(instance: InstanceWithVolumes) -> None:
-    """The agent was killed after the copy, before it mounted the new disk at the store. The markers are those of this
-    moment.
+    """The agent was killed after the copy, before it mounted the new disk at the store. The test writes the markers as
+    they were at that moment.
     """
     for cid in "ab":
         instance.attach(cid)

@@ -126,8 +126,8 @@ async def test_packet_filter_blocks_jobs_from_the_bus_but_not_root(pod: Netted) 
 
 
 async def test_boot_and_doctor_cause_no_errors_in_the_bus_servers_log(pod: Netted) -> None:
-    """When the agent tests whether its rules work, its test connections must complete the handshake. Otherwise the
-    server would log an error for each of them, and that for every VM.
+    """When the agent tests whether its rules work, its test connections must complete the handshake. Otherwise, the
+    server would log an error for each test connection of every VM.
     """
     pod.start_container()
     await pod.start_agent()

@@ -61,8 +61,8 @@ def make_read_only(place: Path) -> None:
 
 
 async def test_agent_starts_on_a_full_root_file_system(instance: RunningAgent, mounted: Callable[[str], Path]) -> None:
-    """The agent answers even while the file system is full. Once there is space again, it stores that it knows this
-    container, so the next agent does not start the jobs again.
+    """The agent answers even while the file system is full. Once there is space again, it writes the stamp by which the
+    next agent recognizes the container, so the next agent does not start the jobs again.
     """
     root, data = mounted(""), mounted("data")
     await instance.start_agent()

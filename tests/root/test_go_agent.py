@@ -160,10 +160,8 @@ async def test_jobs_of_this_agent_continue_under_the_go_agent(pod: PodInstance) 
         assert [len(pids) for pids in starts(pod.machine).values()] == [2, 2, 2]
 
 
-async def test_jobs_of_the_go_agent_continue_under_this_agent_and_back(pod: PodInstance) -> None:
-    """The jobs are supervised alternately by monit and by this agent, with four changes. All processes are still those
-    that monit started.
-    """
+async def test_jobs_of_the_go_agent_keep_running_through_two_takeovers_and_handbacks(pod: PodInstance) -> None:
+    """Supervision changes four times between monit and this agent. All processes are still those that monit started."""
     with go_agent_and_monit(pod):
         await ready(pod)
         theirs = await deploy(pod)

@@ -47,7 +47,7 @@ def events(pod: PodInstance, cid: str = "disk-1") -> list[str]:
     return lines
 
 
-async def test_first_ping_is_answered_before_boot_steps_the_bus_does_not_need(pod: PodInstance) -> None:
+async def test_first_ping_is_answered_before_boot_steps_that_the_bus_does_not_need(pod: PodInstance) -> None:
     """In a new container, the agent installs CA certificates with a command that takes most of a second. In this test
     the command never ends, but the agent answers nevertheless.
     """

@@ -1,7 +1,7 @@
 """The job of ``agent-shim-monit-release`` replaces a stemcell's monit and restores it, while 50 processes keep running.
 
-``MONIT_525`` is the path of monit 5.2.5. A newer version cannot be used, because it has another format of the state
-file. In place of the release's package, which takes minutes to build, the job uses this checkout.
+``MONIT_525`` is the path of monit 5.2.5. A newer version cannot be used, because the format of its state file is
+different. In place of the release's package, which takes minutes to build, the job uses this checkout.
 """
 
 from __future__ import annotations
