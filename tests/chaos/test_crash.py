@@ -199,7 +199,7 @@ def _stands(pid: int) -> bool:
 
 
 @case("C-04", "the agent is killed, and a job exits before the next agent starts", is_long=True)
-async def test_restarted_agent_restarts_only_the_job_that_died_meanwhile(stand: Stand) -> None:
+async def test_restarted_agent_restarts_only_the_job_that_died_without_an_agent(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(20)
     victim, pid = next(iter(stand.live().items()))
@@ -233,7 +233,7 @@ async def test_restarted_agent_restarts_only_the_job_that_died_meanwhile(stand: 
     "PID 1 gets SIGTERM while 20 jobs run, one of which ignores SIGTERM, and another needs 8 s to exit",
     is_long=True,
 )
-async def test_sigterm_to_process_1_ends_all_jobs_in_order(stand: Stand) -> None:
+async def test_sigterm_to_pid_1_ends_all_jobs_in_order(stand: Stand) -> None:
     stand.contain()
     await stand.boot()
     jobs = {f"job{n}": _obedient(f"job{n}") for n in range(18)}

@@ -59,7 +59,7 @@ async def test_all_killed_jobs_are_restarted_and_reported(stand: Stand) -> None:
     has_full=True,
     is_long=True,
 )
-async def test_jobs_that_exit_at_once_are_restarted_with_growing_delays(stand: Stand) -> None:
+async def test_jobs_that_exit_immediately_are_restarted_with_growing_delays(stand: Stand) -> None:
     await stand.boot()
     bad = {f"bad{n}": checked(f"bad{n}", f"echo x >> {{base}}/data/bad{n}.starts; exit 1") for n in range(10)}
     await deployed(stand, bad | {"good": simple("good")})
@@ -189,7 +189,7 @@ for _ in range({children}):
 
 
 @case("S-06", "50 000 orphans exit in 10 bursts while the agent is PID 1", is_long=True)
-async def test_agent_as_process_1_reaps_orphans(stand: Stand) -> None:
+async def test_agent_as_pid_1_reaps_orphans(stand: Stand) -> None:
     stand.contain()
     await stand.boot()
     await stand.deploy(2)

@@ -283,7 +283,7 @@ def test_ctl_script_that_execs_its_program_is_supervised(life: Phases) -> None:
     "uaa-release jobs/uaa/monit (a start of many seconds)",
     files={"monit": check().replace(' start"', ' start" with timeout 60 seconds'), "bin/ctl": ctl(before="sleep 4")},
 )
-def test_slow_start_program_is_neither_repeated_nor_reported(life: Phases) -> None:
+def test_slow_start_program_is_neither_rerun_nor_reported_as_failed(life: Phases) -> None:
     assert runs(life["rest"])
     assert first_starts(life) == 1
     assert not any("Execution failed" in alert for phase in life.values() for alert in phase["alerts"])
@@ -413,7 +413,7 @@ vcap
     files={"monit": check(), "bin/ctl": ctl(), "bin/pre-start": TOOLS},
     acts=(("facts", "cat /var/vcap/data/web/facts"),),
 )
-def test_pre_start_uses_the_tools_of_the_base(life: Phases) -> None:
+def test_pre_start_can_use_the_tools_of_the_base_image(life: Phases) -> None:
     assert life["pre-start"]["texts"]["log"] == ""
     assert life["facts"]["value"] == f"0\n{FACTS}"
     assert runs(life["rest"])
