@@ -179,7 +179,7 @@ async def test_operator_shells_have_the_agents_path_and_prompt(podman: Podman, i
 
 @pytest.mark.parametrize("way", [[], ["sudo"]])
 def test_agent_commands_are_in_the_path(podman: Podman, image: str, way: list[str]) -> None:
-    """This includes ``monit`` and ``bpm``, and shells whose PATH was reset by sudo."""
+    """The commands include ``monit`` and ``bpm``. They must be in the PATH even after sudo has reset it."""
     find = ["sh", "-c", "command -v agent-shim; command -v monit; command -v bpm"]
     said = podman("run", "--rm", "--network=none", image, *way, *find)
 
@@ -233,7 +233,7 @@ def test_vcap_needs_its_password_for_sudo(podman: Podman, image: str) -> None:
 
 
 async def test_bosh_pcap_can_capture_packets(podman: Podman, image: str) -> None:
-    """``bosh pcap`` runs tcpdump with sudo in a ``bosh ssh`` session."""
+    """A user in a ``bosh ssh`` session must be able to run tcpdump with sudo, because ``bosh pcap`` does this."""
     capture = "sudo -n tcpdump -i lo -c 2 -w - icmp 2>/tmp/said & until grep -q listening /tmp/said; do sleep 0.1; done"
     script = f"({capture}; ping -c 2 -q localhost >/dev/null; wait) | tcpdump -r - -n 2>/dev/null"
     user = 'useradd -m -G bosh_sudoers bosh_a && exec su bosh_a -s /bin/bash -c "$SCRIPT"'

@@ -293,7 +293,9 @@ def _attaches(one: Document, disk: str) -> bool:
 
 
 async def test_reattaching_an_attached_disk_succeeds(site: Site, db: DeployedInstance) -> None:
-    """ "Reattach disk to instance" in `bosh cloud-check` attaches a disk that may be attached already."""
+    """For "Reattach disk to instance" in `bosh cloud-check`, the Director attaches a disk that may already be
+    attached.
+    """
     await site.deployments.attach(db, db.disk)
     await site.deployments.mount(db, db.disk)
     await site.check(db)
