@@ -6,7 +6,7 @@ only the standard library, and no module imports it.
     attach DISK TARGET POD_UID              mount DISK on TARGET, and end only once it is unmounted again after SIGTERM
     detach TARGET POD_UID HOLDER PATIENCE   unmount the disk of the attachment whose pod has the UID HOLDER
     bound DIRECTORY                         stop root of a user namespace from filling the VM's directory
-    reboot POD_UID GRACE                    end process 1 of the VM's container, which the kubelet then restarts
+    reboot POD_UID GRACE                    end PID 1 of the VM's container, which the kubelet then restarts
 
 DISK is the path at which the claim is mounted in the helper. TARGET lies below a directory of the node that is mounted
 into both the helper and the VM. The VM's processes are found by the UID of its pod in their cgroup paths, which
@@ -257,7 +257,7 @@ def different_threads(pid: int, what: int) -> Iterator[str]:
 
 
 def number_in(fdinfo: str) -> int:
-    """Return the mount id of an open file."""
+    """Return the mount id of an open file, given the path of its fdinfo file below /proc."""
     with open(fdinfo, "rb") as file:
         return next((int(line.split()[1]) for line in file if line.startswith(b"mnt_id:")), 0)
 
@@ -303,7 +303,7 @@ def disk_of(holder: str) -> Mount:
 
 
 def sweep(above: str) -> None:
-    """Remove old, empty directories that no process has mounted. They belonged to VMs that are gone.
+    """Remove old, empty directories of deleted VMs in the directory ``above``, except those that a process has mounted.
 
     Nothing is removed if the mount tables of all processes cannot be read in time, or if this program receives SIGTERM
     in the meantime.
@@ -362,7 +362,9 @@ def directory(target: str) -> int:
 
 
 def mount(disk: str, place: int, uid: str) -> None:
-    """Bind the disk, with an idmapped mount if the VM has its own user namespace."""
+    """Bind the disk on the directory with descriptor ``place``. If the VM has its own user namespace, the mount is
+    idmapped.
+    """
     userns = foreign_userns(uid)
     if userns is None:
         target = f"/proc/self/fd/{place}".encode()

@@ -26,7 +26,7 @@ TARGET: Final = "/target"
 TARGET_MOUNT: Final = {"name": "target", "mountPath": TARGET, "mountPropagation": "Bidirectional"}
 WAIT_UNTIL_DONE: Final = {"exec": {"command": ["/bin/sh", "-c", "until [ -e /tmp/done ]; do sleep 0.02; done"]}}
 """A postStart hook that returns once the helper has created /tmp/done. The kubelet then reports the pod as ready. This
-takes about a second less than it would take to report that the pod has exited.
+is about a second faster than waiting for the kubelet to report that the pod has exited.
 """
 GRACE_S: Final = 365 * 24 * 3600
 """Grace period of an attachment. It is long because an attachment must not be killed while it waits for the VM to stop

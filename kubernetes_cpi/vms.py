@@ -306,8 +306,8 @@ def _create_pod(session: Session, vm: Vm, base: Object, disks: Sequence[str], *,
 def _create_or_compare(
     session: Session, resource: Resource, namespace: str, body: Object, is_same: Callable[[Object, Object], bool]
 ) -> tuple[Object, bool]:
-    """Create an object unless it exists. Return it and whether it matches ``body``, which an existing object may not
-    do.
+    """Create an object, or find the existing one. Return the object and whether it matches ``body``; an existing object
+    may differ.
     """
     made, is_new = session.client.ensure(resource, namespace, body)
     session.check_ours(made, names.KIND_VM, VMCreationFailedError)
