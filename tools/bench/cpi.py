@@ -281,7 +281,7 @@ def _seconds(made: Sequence[float], floor: Sequence[float], what: str) -> Figure
 
 
 def _figures_by_step(what: str, steps: Sequence[str], times: Sequence[Sequence[float]]) -> Figures:
-    """Return a figure in ms for each step, which is the period between two recorded times of each call."""
+    """Return a figure in ms for each step. A step lasts from one recorded time of a call to the next."""
     return {
         f"{what}, {step}": figure([(one[number + 1] - one[number]) * 1000 for one in times], "ms")
         for number, step in enumerate(steps)

@@ -20,7 +20,7 @@ POLL_S: Final = 1.0
 """Seconds between two of the Director's queries for a task."""
 ROUNDS: Final = 3
 Steps = dict[str, list[float]]
-"""For each request of a deploy, by name, its durations in seconds or its numbers of queries."""
+"""Durations in seconds, or numbers of queries, for each request of a deploy, by the request's name."""
 KEEP: Final = dict.fromkeys(("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep")
 
 

@@ -45,7 +45,7 @@ esac
 
 
 async def measure(_command: str, scale: float, found: Figures) -> None:
-    """Measure both programs. ``scale`` multiplies the idle time."""
+    """Measure ``agent-shim monit`` and monit 5.2.5. ``scale`` multiplies the idle time."""
     programs = {"shim": [INTERPRETER, "-m", "agent_shim.cli", "monit", "-I"]}
     if monit := os.environ.get("MONIT_525"):
         programs["monit"] = [monit, "-I"]

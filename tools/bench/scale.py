@@ -79,7 +79,7 @@ async def live(agent_id: str, own: dict[str, Any], buses: list[NatsBus]) -> None
         await bus.publish(f"hm.agent.heartbeat.{agent_id}", message)
 
     async def measure() -> None:
-        """Return nothing, because the heartbeat is constant."""
+        """Measure nothing, because every heartbeat has the same content."""
 
     beat = heartbeat.Heartbeat(measure, lambda _: BEAT, send)
     bus = NatsBus(agent_id, mbus, answer, on_connected=beat.beat_now)
@@ -200,9 +200,11 @@ class Point:
     agent_cpu: float = 0.0
     """CPU time per agent in seconds, from the kill of the server until all have reconnected."""
     back_first: float = 0.0
+    """Seconds from the restart of the server until the first agent is connected."""
     back_median: float = 0.0
+    """Seconds from the restart of the server until half of the agents are connected."""
     back_last: float = 0.0
-    """Seconds from the restart of the server until the first, the median and the last agent are connected."""
+    """Seconds from the restart of the server until all agents are connected."""
     attempts: float = 0.0
     """Average number of connection attempts per agent."""
     most_attempts_away: float = 0.0

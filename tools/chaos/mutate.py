@@ -392,7 +392,7 @@ def _counts(ones: Sequence[Mutant], results: Results, stage: Stage) -> tuple[int
 
 
 def _is_noticed(results: Results, mutant: Mutant, stages: Sequence[Stage] | None = None) -> bool:
-    """Return True if one of these stages, or of all stages if None are given, noticed the mutant."""
+    """Return True if one of ``stages`` (None: all stages) noticed the mutant."""
     names = None if stages is None else {stage.name for stage in stages}
     tried = results.get(mutant.key, {}).items()
     return any(row["outcome"] == "noticed" for name, row in tried if names is None or name in names)

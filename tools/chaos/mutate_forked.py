@@ -39,10 +39,9 @@ TIMEOUT_S: Final = 5.0
 coverage is added.
 """
 PROCESSOR_S: Final = 5
+"""Limit for a test's CPU time in seconds. Without a mutant, each test stays below it."""
 MAX_MEMORY: Final = 3 << 30
-"""Limits for a test's CPU time in seconds and for a fork's memory in bytes. Without a mutant, the tests stay below
-both.
-"""
+"""Limit for a fork's memory in bytes. Without a mutant, the tests stay below it."""
 TMP: Final = Path("/tmp/mutant")
 """Mount point of the tmpfs that each fork gets for pytest's temporary directories."""
 

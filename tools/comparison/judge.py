@@ -117,8 +117,10 @@ class Verdict:
 OF_THE_PROGRAM: Final = "Copyright|emulated by agent-shim|message$|not acted on$"
 MAX_NAMES: Final = 4
 OF_BPM: Final = frozenset(("bpm", "runc", "tini"))
-OF_BPMS_WORDS: Final = re.compile(r"\nUsage:.*(\nError:)|(?<=parse job configuration): .*", re.DOTALL)
-"""Usage texts, and error messages for a configuration that cannot be parsed. docs/bpm.md allows them to differ."""
+BPM_USAGE_AND_ERRORS: Final = re.compile(r"\nUsage:.*(\nError:)|(?<=parse job configuration): .*", re.DOTALL)
+"""Matches bpm's usage texts, and its error messages for a configuration that cannot be parsed. docs/bpm.md allows these
+to differ.
+"""
 FIGURES: Final = ("cpu", "memory usage", "swap usage", "permission", "uid", "gid", "size", "timestamp")
 """Lines of ``monit status`` whose values may differ for every job according to docs/monit-deviations.md."""
 UNSTEADY_STATES: Final = 4
@@ -367,7 +369,8 @@ def _has_failed_start(life: Phases, one: Difference) -> bool:
 
 
 def _starts_in_turn(life: Phases) -> bool:
-    """Return True if several services are outside the group vcap, and each of them has a process at rest.
+    """Return True if several services are outside the group vcap, and each of them has a process while the job is at
+    rest.
 
     The job's state lists only services in that group.
     """
@@ -402,7 +405,7 @@ def _outlives_a_restart(life: Phases) -> bool:
 
 
 def _obstacle(go: Phases, shim: Phases) -> str:
-    """Return the reason why a job ran in neither environment, or "" if it ran in one."""
+    """Return the reason why a job ran in neither environment, or "" if it ran in at least one."""
     failed = [life["pre-start"] for life in (go, shim) if life.get("pre-start", {}).get("value", "")[:5] == "error"]
     if len(failed) == 2:
         return f"pre-start: {(failed[0]['texts'].get('log') or failed[0]['value'])[-160:]}".replace("\n", " / ")
@@ -428,7 +431,7 @@ def tools(life: dict[str, Any]) -> list[str]:
 
 
 def lacks_a_process(lives: list[dict[str, Any]]) -> bool:
-    """Return True if a service had no process at rest under one of the agents."""
+    """Return True if a service had no process under one of the agents while the job was at rest."""
     resting = [phase for life in lives for phase in life["phases"] if phase["name"] == "rest"]
     return not all(has_process for phase in resting for has_process in phase["services"].values())
 
@@ -451,7 +454,7 @@ def _differences(go: Phases, shim: Phases) -> Iterator[Difference]:
         for what in sorted({*seen[0], *seen[1]}):
             values = [one.get(what, "") for one in seen]
             is_beside = (what.endswith(" tool") and _runs_beside(go, shim, name, what)) or (
-                what.endswith(" lives") and _speaks_late(go, shim, name, what)
+                what.endswith(" lives") and _starts_in_adjacent_phase(go, shim, name, what)
             )
             if values[0] != values[1] and not is_beside:
                 yield Difference(name, what, values[0], values[1])
@@ -558,12 +561,12 @@ def _runs_beside(go: Phases, shim: Phases, name: str, what: str) -> bool:
     return True
 
 
-def _speaks_late(go: Phases, shim: Phases, name: str, what: str) -> bool:
-    """Return True if both runs started the same number of processes of this program, but some processes reported only
-    in the next phase.
+def _starts_in_adjacent_phase(go: Phases, shim: Phases, name: str, what: str) -> bool:
+    """Return True if both runs started this program equally often in this phase and an adjacent one together, so that
+    the difference is only when a process reported its start.
 
-    This is expected after a start, because a start program may wait before it executes its program. Otherwise, neither
-    of the two phases may have replaced a process.
+    The first of the two phases must be a start, because a start program may wait before it executes its program.
+    Otherwise, no process may have been replaced in either phase.
     """
     program = what.removesuffix(" lives")
 
@@ -653,7 +656,7 @@ def _comparable_output(command: str, said: str) -> Iterator[tuple[str, str]]:
     values. For bpm, it is the whole output without numbers.
     """
     if command.startswith("bpm "):
-        yield command, re.sub(OF_BPMS_WORDS, r"\1", re.sub(r"\d+", "N", re.sub(r"[ \t]+", " ", said)))
+        yield command, re.sub(BPM_USAGE_AND_ERRORS, r"\1", re.sub(r"\d+", "N", re.sub(r"[ \t]+", " ", said)))
     if not command.startswith("monit "):
         return
     code, _, text = said.partition("\n")

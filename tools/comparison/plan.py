@@ -272,9 +272,9 @@ def _within_capabilities(text: str) -> str:
 def learn(made: Plan, said: str, called: Sequence[str]) -> bool:
     """Change the plan after a run in which the job did not stay up. Return False if there is nothing else to try.
 
-    ``said`` contains the logs of scripts. Whatever the scripts did not find gets a stand-in. ``called`` are the
-    stand-ins that start programs ran as tools, of which the last must keep running in the next run. If neither changes
-    the plan, scripts continue after errors from then on.
+    Whatever the scripts did not find, according to their logs ``said``, gets a stand-in. ``called`` are the stand-ins
+    that start programs ran as tools; the last of them must keep running in the next run. If neither step changes the
+    plan, scripts continue after errors from then on.
     """
     found = learn_paths(made, said)
     new = [name for name in called if name not in (*made.lives, *NEVER_LIVE)][-1:]
