@@ -132,8 +132,8 @@ def shut_down(cluster: FakeCluster, vm: str) -> None:
 def test_attach_ends_a_vm_that_was_shut_down_and_takes_its_disk(
     cpi: CpiCalls, cluster: FakeCluster, way: str, disk_type: str
 ) -> None:
-    """The attach must not wait for the old VM's pod, because this pod can never become ready again after a shutdown. It
-    used to wait for that pod after recreating it.
+    """The attach must not wait for the old VM's pod, because this pod can never become ready again after a shutdown. An
+    earlier version of the CPI recreated that pod and then waited for it.
     """
     old, new, disk = swapped(cpi, way, ephemeral_disk={"type": "claim"})
     if disk_type == "empty_dir":
@@ -224,8 +224,8 @@ def test_unknown_disk_is_reported_as_missing(cpi: CpiCalls, cluster: FakeCluster
 def test_only_one_of_two_concurrent_attaches_of_a_disk_succeeds(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, way: str
 ) -> None:
-    """The other call changes the claim between our check and our change. It mounts the disk only later, so only the
-    claim shows the conflict.
+    """The other call changes the claim after this call has read it and before this call changes it. The other call
+    mounts the disk only later, so only the claim shows the conflict.
     """
     one, two = (cpi.create_vm(agent, attach=way, tier="privileged") for agent in ("agent-1", "agent-2"))
     disk = cpi("create_disk", 64, {}, one)

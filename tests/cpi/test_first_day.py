@@ -205,7 +205,9 @@ def test_create_vm_reports_a_pod_that_does_not_become_ready(
 def test_vm_too_large_for_every_node_is_not_retryable(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, memory: int, node: str | None, words: str
 ) -> None:
-    """The Director used to try five times to create such a VM, which took 170 seconds."""
+    """The error must not be retryable. Otherwise, the Director tries five times to create such a VM, which takes 170
+    seconds.
+    """
     cpi.write(server.config() | {"timeouts": SHORT})
     cluster.pod_status = lambda _: unscheduled("0/2 nodes are available: 2 Insufficient memory.")
     for name, size in (("small", "1Gi"), ("large", node or "1Gi")):

@@ -266,7 +266,7 @@ def test_directory_replaced_with_a_symlink_during_packing_is_packed_as_it_was(
 
 
 def test_fifos_and_sockets_are_not_packed(tmp_path: Path) -> None:
-    """Opening a FIFO would block."""
+    """They are skipped, because opening a FIFO would block the packing."""
     make(tmp_path, ["a"])
     os.mkfifo(tmp_path / "fifo")
     with socket.socket(socket.AF_UNIX) as sock:
@@ -642,7 +642,7 @@ def test_packing_patterns_with_unbalanced_or_deep_braces_are_rejected(tmp_path: 
 
 
 def test_braces_in_packing_patterns_are_compiled_to_a_single_expression(tmp_path: Path) -> None:
-    """Expanding these braces would create 2**30 patterns."""
+    """The braces must not be expanded, because that would create 2**30 patterns."""
     make(tmp_path, ["ab" * 15])
 
     assert list(entries(logs(tmp_path, "{a,b}" * 30))) == ["./" + "ab" * 15]

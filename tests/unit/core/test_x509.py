@@ -64,6 +64,8 @@ def test_all_certificates_of_a_bundle_are_read_in_order() -> None:
 
 
 def test_megabyte_of_unterminated_certificates_is_read_quickly() -> None:
-    """Searching for an end separately for each beginning would take hours."""
+    """The end of a certificate must not be searched for separately for each beginning, because that would take
+    hours.
+    """
     assert x509.validities("-----BEGIN CERTIFICATE-----" * 40_000) == []
     assert len(list(x509.blocks("-----BEGIN CERTIFICATE-----" * 40_000 + "-----END CERTIFICATE-----"))) == 1

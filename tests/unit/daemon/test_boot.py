@@ -56,9 +56,8 @@ def test_boot_makes_agent_directories_private(tmp_path: Path) -> None:
 
 
 def test_job_directories_have_the_same_modes_as_under_the_go_agent(tmp_path: Path) -> None:
-    """See ``SetupLogDir``, ``SetupRunDir`` and ``SetupDataDir`` in platform/linux_platform.go.
-
-    Every job may write to sys/run.
+    """The expected modes are those of ``SetupLogDir``, ``SetupRunDir`` and ``SetupDataDir`` in
+    platform/linux_platform.go. Every job may write to sys/run.
     """
     paths = Paths(tmp_path)
     boot.make_tree(paths)

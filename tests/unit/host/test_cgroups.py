@@ -102,7 +102,9 @@ def test_container_memory_is_unknown_without_a_limit_below_the_machines_memory(t
 
 
 def test_container_with_unlimited_swap_reports_the_machines_swap(tmp_path: Path) -> None:
-    """``max`` allows all of the machine's swap. Without the files, the container has no swap."""
+    """The value ``max`` means that the container may use all of the machine's swap. If the swap files do not exist, the
+    container has no swap.
+    """
     write(tmp_path, {"memory.max": MIB, "memory.current": 5})
     without = cgroups.memory(version_2(tmp_path), HOST)
     write(tmp_path, {"memory.swap.max": "max", "memory.swap.current": 300 * MIB})

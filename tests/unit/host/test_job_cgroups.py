@@ -24,7 +24,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_job_cgroup_sets_limits_on_cgroup_v2(own: Path) -> None:
-    """Both limits are set in a single directory.
+    """The memory limit and the process limit are set in the same directory.
 
     Swap is disabled, and an OOM kill ends all processes of the job cgroup.
     """
@@ -62,7 +62,9 @@ def test_job_cgroup_members_include_nested_cgroups(own: Path) -> None:
 def test_members_of_finds_processes_in_a_job_cgroup_and_below_it(
     monkeypatch: pytest.MonkeyPatch, path: str, is_in: bool
 ) -> None:
-    """Agents before 0.3 put the processes of jobs into these cgroups instead of below keepers."""
+    """The processes of a job cgroup must still be found, because agents before 0.3 put processes into such cgroups
+    instead of below keepers.
+    """
     monkeypatch.setattr(proc, "groups", lambda pid: {"pids": path} if pid == os.getpid() else {})
     itself = proc.stat(os.getpid())
     assert itself is not None
@@ -131,8 +133,9 @@ def test_cgroup_controller_that_cannot_be_delegated_is_not_offered(
 def test_no_controller_is_enabled_in_a_cgroup_that_contains_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None, members: str, is_offered: bool
 ) -> None:
-    """The kernel permits this for ``pids``, but then no process may enter a cgroup below it: the cgroup becomes
-    "domain threaded", and those below it are invalid (Documentation/admin-guide/cgroup-v2.rst, "Threads").
+    """The kernel would allow the controller ``pids`` to be enabled in such a cgroup. After that, however, no process
+    could enter a nested cgroup: the cgroup becomes "domain threaded", and nested cgroups are invalid
+    (Documentation/admin-guide/cgroup-v2.rst, "Threads").
 
     The root cgroup, which has no type, is an exception. In a container on cgroup v2, the agent's cgroup contains the
     container's processes.

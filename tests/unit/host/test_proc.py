@@ -59,7 +59,9 @@ def test_command_line_is_joined_with_spaces() -> None:
 
 
 def test_processes_are_read_and_listed_without_a_free_descriptor(caplog: pytest.LogCaptureFixture) -> None:
-    """If a process could not be read, the agent would take it for an exited one."""
+    """Even then, processes must be readable, because the agent takes a process that it cannot read for an exited
+    one.
+    """
     proc.tell_shortage.cache_clear()
     before = proc.stat(os.getpid())
     with descriptors.none_free():
@@ -183,7 +185,7 @@ def test_hanging_proc_reader_does_not_delay_exit() -> None:
 
 
 def test_number_of_reported_open_files_is_limited(tmp_path: Path) -> None:
-    """A job may have a million open files on its disk."""
+    """The number is limited because a job may have a million files open on its disk."""
     with contextlib.ExitStack() as opened:
         for number in range(100):
             opened.enter_context((tmp_path / str(number)).open("w"))

@@ -28,7 +28,9 @@ async def bus_answers(_: float) -> bool:
 
 @pytest.fixture
 def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replace nftables, and return a list that contains the text of the installed rules, or nothing."""
+    """Replace nftables, and return a list that contains the text of the installed rules. The list is empty if no rules
+    are installed.
+    """
     found: list[str] = []
 
     async def replace(text: str) -> None:

@@ -163,7 +163,9 @@ def c_library(pattern: str, texts: list[str]) -> list[bool] | None:
 
 
 def found_by_ours(pattern: str, texts: list[str]) -> list[bool] | None:
-    """Return the same as ``c_library``, but from our implementation. Skips back references, which it rejects."""
+    """Return the same as ``c_library``, but from our implementation. Skips patterns with back references, which our
+    implementation rejects.
+    """
     try:
         compiled = posix_regex.compiled(pattern)
     except ValueError as refusal:

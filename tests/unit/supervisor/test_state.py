@@ -111,7 +111,7 @@ def test_failed_check_makes_a_running_process_failing() -> None:
     ],
 )
 def test_job_state_combines_process_states_like_the_go_agent(processes: list[str], text: str) -> None:
-    """See jobsupervisor/monit_job_supervisor.go."""
+    """The expected states are those of the Go agent (jobsupervisor/monit_job_supervisor.go)."""
     assert job_state(processes, is_stopped=False) == text
     assert job_state(processes, is_stopped=True) == "stopped"
 

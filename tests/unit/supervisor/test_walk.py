@@ -52,7 +52,9 @@ class Model:
     """A stop was requested and has not finished."""
     again: bool = False
     since: float = 0.0
-    """When the watched process was first seen. It is trusted once it has run for the settling time."""
+    """Simulated time at which the watched process was first seen. The process is trusted once it has run for the
+    settling time.
+    """
     watched: SimulatedProcess | None = None
 
     def state(self) -> State:

@@ -171,8 +171,8 @@ def test_disk_steps_do_not_take_a_lease_that_the_agent_already_has() -> None:
 
 @pytest.mark.parametrize("is_volume_missing", [True, False])
 def test_unmount_of_a_disk_without_a_marker_is_recorded_on_the_root_file_system(is_volume_missing: bool) -> None:
-    """Otherwise the disk would later count as mounted again, because the runtime's mount stays in place or the missing
-    volume returns with its old marker.
+    """Without the record, the disk would later be treated as mounted again, because the runtime's mount stays in place
+    or the missing volume returns with its old marker.
     """
     store = msgspec.structs.replace(STORE, shown={"a": True}, is_mount=True)
     view = View(store, TARGET, {"a": absent("a") if is_volume_missing else unmarked("a")}, managed="a")

@@ -353,7 +353,7 @@ def test_bpm_root_directory_is_configurable() -> None:
     ids=["merges", "mappings", "lists"],
 )
 def test_bpm_config_with_exploding_aliases_is_rejected(repeated: str) -> None:
-    """Without a limit, ten times as many aliases would use up the machine's memory."""
+    """The number of keys and items is limited, because ten times as many aliases would use up the machine's memory."""
     keys = ", ".join(f"k{number}: 1" for number in range(2000))
     with pytest.raises(ConfigError, match="more than 100000 keys and items, aliases included"):
         parse(f"a: &a {{{keys}}}\nb: &b [{'x, ' * 2000}]\nprocesses:\n{repeated}")

@@ -98,7 +98,7 @@ def test_pidfile_must_be_newer_than_the_process_and_owned_by_a_user_who_may_sign
 def test_process_without_a_keeper_must_run_a_program_of_a_job(
     monkeypatch: pytest.MonkeyPatch, line: str, executable: str, owner: int, is_named: bool
 ) -> None:
-    """Such a process was started by hand or by monit. The agent watches it but never signals it."""
+    """A process without a keeper was started by hand or by monit. The agent watches it but never signals it."""
     monkeypatch.setattr(proc, "executable", lambda _: executable)
     monkeypatch.setattr(proc, "command_line", lambda _: line)
 
