@@ -41,10 +41,9 @@ MAX_OUTCOME_BYTES: Final = 16 * 1024 * 1024
 MiB.
 """
 MAX_WAITING: Final = 10_000
+"""Maximum number of queued tasks. Further requests are refused."""
 MAX_WAITING_BYTES: Final = 64 * 1024 * 1024
-"""Limits on queued tasks: their number, and the size of their arguments in memory. Requests beyond the limits are
-refused.
-"""
+"""Maximum total size of the arguments of queued tasks in memory. Requests beyond this limit are refused."""
 MAX_JOURNAL_BYTES: Final = files.MAX_FILE_BYTES // 2
 """Maximum total size of the requests in the journal, because a larger journal could not be read back."""
 
@@ -62,7 +61,7 @@ class Task(msgspec.Struct):
     method: str
     cancelled: asyncio.Event | None
     is_resumed: bool = False
-    """True if an earlier agent process accepted the task. It may already have started it."""
+    """True if an earlier agent process accepted the task. That process may already have started the task."""
     state: str = "running"
     size: int = 0
     """Approximate size of the task's arguments in memory, in bytes. It counts against ``MAX_WAITING_BYTES`` while the

@@ -402,7 +402,8 @@ class _Digested(msgspec.Struct):
 
 
 class Sink:
-    """The archive's output stream: gzip, digests and the file. It is a context manager.
+    """The output stream of an archive, used as a context manager: it compresses the archive, computes its digests and
+    writes the file.
 
     Threads compress and write. An error in one of them is raised by a later write. The number of threads does not
     affect the archive.

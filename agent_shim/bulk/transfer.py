@@ -36,7 +36,7 @@ SPACE_CHECK_BYTES: Final = 4 << 20
 
 
 class Transfer:
-    """The HTTP client of one worker, which trusts the CA in the blobstore settings. It is a context manager."""
+    """The HTTP client of one worker, used as a context manager. It trusts the CA in the blobstore settings."""
 
     def __init__(
         self, ca: str, timing: TransferTiming, scratch: Path, environment: Mapping[str, str] = os.environ

@@ -19,8 +19,8 @@ from agent_shim.core.errors import ConfigError
 from agent_shim.host import files
 
 ADDRESSES: Final = "{group}-{index}.{group}"
-"""The DNS names of the pods. They belong to the group's headless Service. It also publishes pods that are not ready,
-because the pods wait for each other when they start.
+"""The DNS names of the pods, which belong to the group's headless Service. This Service also publishes pods that are
+not ready, because the pods wait for each other when they start.
 """
 GROUP_ADDRESS: Final = "{group}-ready"
 """The DNS name of the Service that publishes only ready pods, just as bosh-dns returns only healthy instances."""

@@ -228,8 +228,8 @@ def _of_addons(manifest: DeploymentManifest) -> list[str]:
 
 
 def _addresses(manifest: DeploymentManifest, instance: RenderedInstance, one: str, whole: str) -> links.Addresses:
-    """Return the functions that find addresses. They use the patterns from the options, the address of ``instance``,
-    and static IPs.
+    """Return functions that find addresses with the patterns from the options, the address of ``instance``, and static
+    IPs.
     """
 
     def of_instance(group: Group, index: int, network: str, must_be_ip: bool) -> str | None:

@@ -118,8 +118,8 @@ def _compiled(tool: str, image: str, release: Path, out: Path) -> Path:
 
 
 def _manifest(release: ReleaseDirectory, version: str, only: Sequence[str] | None, path: Path) -> Path:
-    """Write a manifest for a single instance. It runs all jobs of a release, except for errands, with default
-    properties.
+    """Write a manifest for a single instance that runs the jobs of a release with default properties. Errands are left
+    out unless ``only`` names them.
     """
     jobs = sorted(each.name for each in (release.directory / "jobs").iterdir() if each.is_dir())
     specs = {name: deployment.read_yaml(release.directory / "jobs" / name / "job.MF", JobSpec) for name in jobs}

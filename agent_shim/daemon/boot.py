@@ -166,7 +166,9 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
         return await agent.disks.problem() or None
 
     def as_root(run: Callable[..., Awaitable[str | None]], *arguments: Any, **options: Any) -> Run:
-        """Skip a step unless the agent is root in a container and uses the real tree."""
+        """Return a step function that calls ``run`` with these arguments if the agent is root in a container and uses
+        the real tree, and otherwise skips the step.
+        """
 
         async def checked() -> str | None:
             return await run(*arguments, **options) if owns_system(paths) else NOT_ROOT

@@ -64,7 +64,7 @@ class Endings:
     def begin_shutdown(self) -> None:
         """Stop the jobs and leave the bus.
 
-        This runs in a task of its own, because the Director deletes the container without waiting for the reply.
+        This happens in a separate task, because the Director deletes the container without waiting for the reply.
         """
         self.phase = SHUT_DOWN
         self._ending = asyncio.create_task(self._shut_down(), name="shutdown")

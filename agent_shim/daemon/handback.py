@@ -110,8 +110,8 @@ def _disks(paths: Paths, known: Mapping[str, hints.DiskSettings]) -> Iterator[st
 
 
 def _firewall(paths: Paths) -> Iterator[str]:
-    """Remove the agent's nftables table. The Go agent uses a different table, and this one would block the bus if the
-    bus address changed.
+    """Remove the agent's nftables table, and yield a line for the report if that fails. The Go agent uses a different
+    table, and this one would block the bus if the bus address changed.
     """
     if paths.is_system and nftables.is_installed():
         try:

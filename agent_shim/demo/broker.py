@@ -35,7 +35,7 @@ def nats_server() -> str:
 
 
 class NatsServer:
-    """A nats-server on a free loopback port with its files in ``where``. It is an async context manager.
+    """A nats-server on a free loopback port with its files in ``where``, used as an async context manager.
 
     The port stays the same across restarts. The server drops a silent client after the same time as the nats-server on
     a Director does.

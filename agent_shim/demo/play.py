@@ -45,8 +45,9 @@ NETWORKS = {"default": NETWORK}
 
 
 LIMIT_S = 120
+"""Time limit in seconds for the whole demonstration."""
 DRAIN_S = 20
-"""Time limits in seconds: for the whole demonstration, and for stopping its jobs and its agent."""
+"""Time limit in seconds for stopping the jobs of the demonstration, and for stopping its agent."""
 
 TO_TRY = """
 A Director has deployed three jobs, and the agent serves them until Ctrl-C. To try in another terminal:

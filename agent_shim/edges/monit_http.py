@@ -172,7 +172,7 @@ def _table(rows: Iterable[tuple[str, str]]) -> HttpResponse:
 
 
 class MachineFacts:
-    """Facts about the machine. They do not change while the agent runs."""
+    """Facts about the machine that do not change while the agent runs."""
 
     def __init__(self) -> None:
         about, memory = os.uname(), host_stats.memory()

@@ -1,9 +1,9 @@
 """Writes files atomically, and creates directories with a given mode and owner.
 
 All functions block on the disk. The event loop calls them through ``asyncio.to_thread``. Failures are
-:class:`HostError` with ``errno`` and a text that names the path. Owners are given as ``user:group``. They are ignored
-unless we are root, so that an ordinary user can use a scratch tree. In a container without CAP_CHOWN, files keep root
-as their owner, which is logged once.
+:class:`HostError` with ``errno`` and a text that names the path. Owners are given as ``user:group``. An agent that does
+not run as root ignores them, so that an ordinary user can use a scratch tree. In a container without CAP_CHOWN, files
+keep root as their owner, which is logged once.
 """
 
 from __future__ import annotations

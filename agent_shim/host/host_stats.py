@@ -79,8 +79,8 @@ def load(proc: Path = PROC) -> tuple[float, float, float]:
 
 
 def _psutil(proc: Path) -> ModuleType:
-    """Return psutil, configured to read from ``proc``. It is imported only for the first reading, because the import
-    takes 0.8 MB and 10 ms.
+    """Return psutil, configured to read from ``proc``. psutil is imported only for the first reading, because the
+    import takes 0.8 MB and 10 ms.
     """
     import psutil
 

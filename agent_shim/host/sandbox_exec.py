@@ -1,8 +1,8 @@
 """The last steps of a process before it executes a job's program: namespaces, limits, user, capabilities, mounts.
 
 This is a separate program, started with ``sandbox.launcher``, so that the daemon runs none of this code between fork
-and exec. It then executes the job's program, which keeps the pid. Only with ``has_init``, an init remains as the
-program's parent. The argument ``FD`` is a descriptor from which the ``ExecSpec`` is read as a line of JSON. If a step
+and exec. It then executes the job's program, which keeps the pid. An init remains as the program's parent only with
+``has_init``. The argument ``FD`` is a descriptor from which the ``ExecSpec`` is read as a line of JSON. If a step
 fails, it is reported on stderr, the job's program is not run, and the exit code is 127.
 
 With a ``gate``, descriptor 0 is a socket. The peer receives the pid (as text) if it differs from that of this program,
@@ -13,7 +13,7 @@ Every mount source is opened once, before any privilege is dropped, and links ar
 Mounts and Landlock rules are then created from the open descriptors, because a job can replace a directory at any time,
 but cannot change which directory an open descriptor refers to.
 
-It imports only the standard library, so that Python need not search for packages when it starts.
+This program imports only the standard library, so that Python need not search for packages when it starts.
 """
 
 from __future__ import annotations

@@ -34,9 +34,10 @@ RULES_PERIOD_S: Final = 50.0
 LOOKUP_TIMEOUT_S: Final = 3.0
 """Timeout of a name lookup."""
 HEARD_WITH_RULES_S: Final = 3.0
+"""How long to wait for a message from the server while the rules are in place."""
 HEARD_WITHOUT_RULES_S: Final = 20.0
-"""How long to wait for a message from the server, with and without rules. The time without rules is longer than the
-pause between two connection attempts.
+"""How long to wait for a message from the server while there are no rules. This is longer than the pause between two
+connection attempts.
 """
 
 Targets = frozenset[tuple[str, int]]

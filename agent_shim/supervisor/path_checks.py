@@ -138,7 +138,9 @@ class PathWatch:
                 yield number, CheckResult(before != now, f"{test.what} {has} for {self._path}")
 
     def _wanted(self, number: int, test: Unlike, opened: Opener, status: os.stat_result) -> tuple[object, object]:
-        """Return the wanted and the actual value."""
+        """Return the value that the test expects, and the actual value. Without an expected checksum, it is the first
+        one seen for the rule ``number``.
+        """
         match test.what:
             case "permission":
                 return f"{int(test.value, 8):04o}", f"{stat.S_IMODE(status.st_mode):04o}"

@@ -279,7 +279,7 @@ class Supervisor:
 
     @property
     def run_script(self) -> Callable[..., Awaitable[Process]]:
-        """See ``Programs.run_script``."""
+        """The function that runs a script of a job below a keeper (``Programs.run_script``)."""
         return self._programs.run_script
 
     @property

@@ -33,11 +33,11 @@ from agent_shim.host import clock
 logger = logging.getLogger(__name__)
 
 MAX_REQUESTS: Final = 10_000
+"""Maximum number of concurrent requests. Further requests are dropped, as in nats.go."""
 MAX_REQUEST_BYTES: Final = 64 * 1024 * 1024
-"""Limits on concurrent requests: their number and their size in memory. Requests beyond these limits are dropped, as in
-nats.go.
-"""
+"""Maximum total size of the concurrent requests in memory. Requests beyond this limit are dropped, as in nats.go."""
 PINGS: Final = 1000
+"""Maximum number of pings that are answered in addition to ``MAX_REQUESTS``."""
 MAX_PING_BYTES: Final = 512
 """Requests of up to this size may be pings. They are answered even if there are too many requests in progress, because
 those may take long, and the Director considers an agent lost if it does not answer pings.
@@ -51,8 +51,8 @@ COPY_WINDOW_S: Final = 60.0
 and the new connection then deliver each request at nearly the same time.
 """
 MAX_SEEN: Final = 10_000
-"""Number of requests that are remembered to recognise copies. A copy of a request before that is treated as a new
-one.
+"""Number of requests that are remembered to recognise copies. A copy of an older request is treated as a new
+request.
 """
 
 REREAD_AFTER_FAILURES: Final = 3
@@ -72,13 +72,13 @@ class BusTiming(msgspec.Struct, frozen=True):
     """Interval between pings. After ``unanswered`` missed replies (10 to 15 s), the connection is considered dead."""
     unanswered: int = 2
     step: float = 2.0
-    longest: float = 10.0
     """The pause after the n-th consecutive failure is n steps, at most ``longest``, minus a random part.
 
     The random part keeps agents that lost their server at the same moment from returning in waves. It is up to four
-    fifths of the pause while the pause still grows, and later up to half of it. The pause must stay well below the 45 s
-    that the Director waits for a reply.
+    fifths of the pause while the pause still grows, and up to half of it later.
     """
+    longest: float = 10.0
+    """Longest pause after a failure. It must stay well below the 45 s that the Director waits for a reply."""
     early: float = 60.0
     early_step: float = 1.0
     """Pause between attempts during the first ``early`` seconds after the start, when the server may not know the agent
@@ -89,13 +89,13 @@ class BusTiming(msgspec.Struct, frozen=True):
     overlap: float = 2.0
     """How long the old connection stays open in addition to the new one during a rotation."""
     refused: float = 20.0
+    """How long new credentials are tried if the server refuses them."""
     unreachable: float = 120.0
-    """How long new credentials are tried: ``refused`` seconds if the server refuses them, and ``unreachable`` seconds
-    if no connection with them succeeds while the old connection still works.
-    """
+    """How long new credentials are tried if no connection with them succeeds while the old connection still works."""
     goodbye: float = 1.0
     """How long sending the last replies may take."""
     look: float = 20.0
+    """Interval between lookups of the server's name."""
     gone: int = 3
     """The agent reconnects if this many consecutive lookups of the server's name, ``look`` seconds apart, do not return
     the address to which it is connected.

@@ -25,8 +25,8 @@ MAX_TAIL_BYTES: Final = 16 * 1024 * 1024
 class LogFile:
     """The log at ``path`` below the directory ``root``. It is closed until :meth:`open` succeeds.
 
-    If an open file is renamed, it is read to its end before the new file with its name is opened. If it is truncated
-    (copytruncate), it is read from the start again.
+    If an open file is renamed, the rest of it is read before the new file at ``path`` is opened. If the open file is
+    truncated (copytruncate), it is read from the start again.
     """
 
     def __init__(self, path: str, root: str) -> None:
@@ -69,9 +69,8 @@ class LogFile:
         yield from self._split(chain((chunk for _, chunk in found), [b""]))
 
     def lines(self, allowed: int | None = None) -> Iterator[bytes]:
-        """Yield complete lines written since the last read. Long ones are split.
-
-        If there are more than ``allowed`` bytes, the first ones are skipped and a line reports that.
+        """Yield complete lines written since the last read. Long lines are split. If more than ``allowed`` bytes were
+        written, the first of them are skipped, and a line reports that.
         """
         yield from self._split(self.chunks(allowed))
 

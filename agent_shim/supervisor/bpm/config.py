@@ -299,11 +299,11 @@ class _Map:
         return found
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """Return a list of texts without null items."""
+        """Return the texts in the list at ``key``, leaving out null items."""
         return tuple(self._text(path, node) for path, node in self._items(key) if not _is_null(node))
 
     def text_map(self, key: str) -> dict[str, str]:
-        """Return a mapping of names to texts. Null becomes an empty text."""
+        """Return the texts in the mapping at ``key``, by name. A null value becomes an empty text."""
         found = self.map(key)
         return {name: found.text(name) for name in found.entries}
 
@@ -313,7 +313,9 @@ class _Map:
         return _Map(self.notes, self.at(key), node)
 
     def maps(self, key: str, *, has_holes: bool = True) -> list[_Map]:
-        """Return a list of mappings. With ``has_holes``, null items are skipped."""
+        """Return the mappings in the list at ``key``. With ``has_holes``, null items are skipped; otherwise they are
+        mistakes.
+        """
         found = []
         for path, node in self._items(key):
             if not _is_null(node):
@@ -323,7 +325,7 @@ class _Map:
         return found
 
     def flag(self, key: str) -> bool:
-        """Return a flag, or False if it is absent. A quoted number is true unless it is 0."""
+        """Return the flag at ``key``, or False if it is absent. A quoted number is true unless it is 0."""
         if not self.has(key):
             return False
         node = self.entries[key]
@@ -335,7 +337,9 @@ class _Map:
         return bool(number)
 
     def number(self, key: str, least: int, most: int) -> int | None:
-        """Return an integer, or None if absent."""
+        """Return the integer at ``key``, or None if it is absent. A value that is not between ``least`` and ``most`` is
+        a mistake.
+        """
         if not self.has(key):
             return None
         number = _number(self.entries[key])

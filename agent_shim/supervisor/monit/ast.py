@@ -76,9 +76,9 @@ class Limit(msgspec.Struct, frozen=True):
     """Comparison with a limit in percent, bytes or a plain number.
 
     The metrics of a process are ``cpu``, ``totalcpu``, ``memory``, ``totalmemory`` and ``children``, and those of the
-    system are ``memory``, ``swap``, ``cpu user``, ``cpu system`` and ``cpu wait``. Both also have ``loadavg1``,
-    ``loadavg5`` and ``loadavg15``. A file system has ``space`` and ``inode``, a file has ``size``, and a path has
-    ``timestamp``, which is its age in seconds.
+    system are ``memory``, ``swap``, ``cpu user``, ``cpu system`` and ``cpu wait``. A process and the system also have
+    ``loadavg1``, ``loadavg5`` and ``loadavg15``. A file system has ``space`` and ``inode``, a file has ``size``, and a
+    path has ``timestamp``, which is its age in seconds.
     """
 
     metric: str
