@@ -16,8 +16,8 @@ allocate, so a collection during the imports would only waste time.
 
 
 def take_stdout() -> int:
-    """Reserve standard output for the response, and redirect everything that libraries and child processes print there
-    to standard error.
+    """Return a descriptor of standard output for the response. Everything that libraries and child processes print
+    there from now on goes to standard error.
     """
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process exits

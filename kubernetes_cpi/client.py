@@ -149,8 +149,8 @@ class Client:
         return found, False
 
     def patch(self, resource: Resource, namespace: str, name: str, body: Object) -> Object:
-        """Merge ``body`` into an object. If ``body`` contains a `resourceVersion` that is outdated, raises ``ApiError``
-        409.
+        """Merge ``body`` into an object, and return the result. If ``body`` contains a `resourceVersion` that is
+        outdated, raises ``ApiError`` 409.
         """
         return self._object("PATCH", resource.path(namespace, name), body)
 
@@ -297,7 +297,9 @@ class Client:
     def _watch(
         self, resource: Resource, namespace: str, name: str, version: str, seconds: float
     ) -> Iterator[Object | None]:
-        """Yield the states that an object had after ``version``, until the server ends the watch."""
+        """Yield the states that an object had after ``version``, until the server ends the watch after about
+        ``seconds``.
+        """
         whole = max(1, round(seconds))
         query = urllib.parse.urlencode(
             {

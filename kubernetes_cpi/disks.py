@@ -319,7 +319,7 @@ def _check_expansion(session: Session, claim: Object) -> None:
 
 
 def _patch(session: Session, claim: Object, spec: Object) -> Object:
-    """Change a claim. Raises ``NotSupportedError`` if the cluster refuses the change."""
+    """Change a claim, and return it. Raises ``NotSupportedError`` if the cluster refuses the change."""
     metadata = claim["metadata"]
     try:
         return session.client.patch(CLAIMS, metadata["namespace"], metadata["name"], {"spec": spec})

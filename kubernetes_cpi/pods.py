@@ -103,7 +103,7 @@ def until_ready(
 
 
 def until_done(session: Session, namespace: str, pod: Object, *, timeout_s: float) -> Object:
-    """Wait until a one-shot pod is ready or has ended.
+    """Wait until a one-shot pod is ready or has ended, and return its last state.
 
     Raises ``CpiError`` if it cannot start or if neither happens in time.
     """

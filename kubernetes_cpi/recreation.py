@@ -52,8 +52,8 @@ def unfinished(session: Session, vm: str) -> Intent | None:
 
 
 def recreate(session: Session, pod: Object, disks: Sequence[str]) -> Object:
-    """Recreate the pod with these disks. If it cannot start with them, recreate it with its previous disks and raise
-    ``CpiError``.
+    """Recreate the pod with these disks, and return the new pod. If it cannot start with them, recreate it with its
+    previous disks and raise ``CpiError``.
     """
     vm, had = pod["metadata"]["name"], manifests.disks_of(pod)
     intent = _record_intent(session, pod, disks)
@@ -105,8 +105,8 @@ def release(session: Session, pod: Object, disk: str) -> None:
 def carry_on(
     session: Session, vm: str, intent: Intent, *, is_enough: Callable[[Object], bool] = pods.is_ready
 ) -> Object:
-    """Create the new pod of a recreation whose old pod is gone, and wait for it. It may run on another node than the
-    old one.
+    """Create the new pod of a recreation whose old pod is gone, wait for the new pod, and return it. It may run on
+    another node than the old one.
     """
     namespace = session.namespace_of(vm)
     if intent.live:
@@ -145,7 +145,7 @@ def finish(session: Session, pod: Object) -> None:
 
 
 def _record_intent(session: Session, pod: Object, disks: Sequence[str]) -> Intent:
-    """Record that a pod is about to be recreated with these disks."""
+    """Record that a pod is about to be recreated with these disks, and return the record."""
     vm = pod["metadata"]["name"]
     if not can_recreate(pod):
         raise NotSupportedError(

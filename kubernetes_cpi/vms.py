@@ -240,7 +240,9 @@ def _parse(session: Session, agent_id: str, stemcell: str, given: Object, wanted
 
 
 def _attach_way(session: Session, vm: Vm) -> str:
-    """Choose how disks reach the running VM without changing an address that the Director has already read."""
+    """Return the way in which disks reach the running VM (``Vm.attach``), chosen so that no address changes that the
+    Director has already read.
+    """
     reason = "the tier `restricted` admits no live disks"
     if vm.properties.tier != "restricted":
         reason = attachments.refusal(session, vm.namespace, manifests.pod(vm))
@@ -286,7 +288,9 @@ def _hold_disks(session: Session, vm: Vm, disks: Sequence[str]) -> list[str]:
 
 
 def _create_pod(session: Session, vm: Vm, base: Object, disks: Sequence[str], *, is_reserving: bool) -> Object:
-    """Create the claims and the pod of a VM, or reuse those of an earlier attempt. Return the pod."""
+    """Create the claims and the pod of a VM, or reuse those of an earlier attempt. Return the pod. With
+    ``is_reserving``, the claims include that of the persistent disk in the VM's properties, if they have one.
+    """
     mounted = list(disks)
     if vm.has_data_claim:
         claims.make(session, vm.namespace, manifests.data_claim(vm))
@@ -345,7 +349,8 @@ def bus_schemes(mbus: str, env: Mapping[str, Any]) -> list[str]:
 
 
 def _wait_until_up(session: Session, vm: Vm, pod: Object, schemes: Sequence[str]) -> Object:
-    """Wait until the agent logs that it has reached the bus, or until the pod is ready.
+    """Wait until the agent logs that it has reached the bus, or until the pod is ready. Return the last state of the
+    pod.
 
     The log is read because it is faster: the kubelet probes readiness only once a second.
     """

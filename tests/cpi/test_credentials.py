@@ -141,7 +141,7 @@ def authority() -> pki.Authority:
 def serving(
     authority: pki.Authority, directory: Path, *hosts: str, asks_client: bool = False
 ) -> Iterator[FakeApiServer]:
-    """Run a fake API server with TLS."""
+    """Run a fake API server with TLS for ``hosts``. With ``asks_client``, it requires a client certificate."""
     pair = authority.server(hosts=hosts)
     (directory / "server.pem").write_text(pair.certificate + pair.private_key)
     (directory / "ca.pem").write_text(authority.ca)

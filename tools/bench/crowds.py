@@ -45,8 +45,8 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 async def crowd(command: str, jobs: int, size: int, slower: float, alone: float, found: Figures) -> None:
     """Add the figures for ``jobs`` processes to ``found``.
 
-    ``size`` is the number without scaling, which is part of the figures' names. ``alone`` is the CPU usage of an agent
-    without processes.
+    ``size`` is the number without scaling, which is part of the figures' names. ``slower`` multiplies the measuring
+    times. ``alone`` is the CPU usage of an agent without processes.
     """
     async with world(command) as w:
         await w.start_agent()

@@ -78,7 +78,7 @@ async def still(w: RunningAgent, least: RunningAgent, seconds: float) -> Figures
 
 
 async def busy(w: RunningAgent, size: int) -> Figures:
-    """Measure response times to pings while the agent stops, installs and starts jobs and packs logs.
+    """Measure response times to pings while the agent stops, installs and starts jobs and packs ``size`` bytes of logs.
 
     A process that does nothing else is pinged at the same time. If its answers are late as well, the machine is the
     reason.

@@ -29,7 +29,9 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def memory(command: str, *, jobs: int, idle: float = 0.0, found: Figures | None = None) -> list[float]:
-    """Start agents one after the other. Return the memory of each in MB while all are running."""
+    """Start agents with ``jobs`` jobs each, one after the other. Return the memory of each in MB while all are running.
+    If ``found`` is given, add their CPU usage over ``idle`` seconds to it.
+    """
     async with AsyncExitStack() as opened:
         worlds: list[RunningAgent] = []
         for _ in range(AGENTS):

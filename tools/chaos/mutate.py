@@ -216,7 +216,9 @@ def _skipped(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def measure(copy: Path, stage: Stage, workers: int) -> None:
-    """Run the tests once under coverage. Store which lines each test reaches and how many seconds it takes."""
+    """Run the tests once under coverage in ``workers`` processes. Store which lines each test reaches and how many
+    seconds it takes.
+    """
     place = STORE / stage.name
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
@@ -465,7 +467,7 @@ def _collect(taken: Iterable[Path], results: Results, stage: Stage) -> None:
 def try_in_processes(
     tasks: Sequence[tuple[Mutant, list[str]]], results: Results, stage: Stage, copy: Path, until: float
 ) -> None:
-    """Run a stage in which each mutant gets its own run of pytest."""
+    """Run a stage in which each mutant gets its own run of pytest, until the time ``until`` (seconds since 1970)."""
     for position, (one, tests) in enumerate(tasks, 1):
         if time.time() > until:
             return
@@ -515,7 +517,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(
     wanted: Sequence[Mutant], results: Results, stages: Sequence[Stage], workers: int, until: float, *, measured: bool
 ) -> None:
-    """Run the stages one after the other."""
+    """Run the stages one after the other, until the time ``until`` (seconds since 1970). With ``measured``, use the
+    coverage of an earlier run if there is one.
+    """
     copy = STORE / "copy"
     _make_copy(copy)
     for stage in stages:

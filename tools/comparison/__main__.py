@@ -134,8 +134,8 @@ def ending(pool: concurrent.futures.Executor) -> Iterator[None]:
 
 
 def compare(made: plan.Plan, cycle: int, kept: Path, again: Sequence[str] = ()) -> judge.Verdict:
-    """Run a job under both agents concurrently, and judge the results. If both results were recorded earlier, only
-    judge them.
+    """Run a job under both agents concurrently, and judge the results. monit checks every ``cycle`` seconds. If both
+    results were recorded earlier, only judge them.
     """
     if made.job.error:
         return judge.Verdict(made.job, not_rendered=made.job.error)
@@ -170,8 +170,8 @@ def compare(made: plan.Plan, cycle: int, kept: Path, again: Sequence[str] = ()) 
 
 
 def prove(made: plan.Plan, cycle: int, kept: Path, at_once: int) -> int:
-    """Compare each agent that is broken on purpose with the Go agent. Return 0 if the comparison notices every
-    break.
+    """Compare each agent that is broken on purpose with the Go agent, with up to ``at_once`` lifecycles at the same
+    time. Return 0 if the comparison notices every break.
     """
     silent = 0
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool, ending(pool):

@@ -76,7 +76,9 @@ Entry = tuple[int, int, int, object]
 
 
 def listing(tree: Path, *, times: bool = True) -> dict[str, Entry]:
-    """Return the mode, mtime in seconds, number of hard links (for files) and content of each path."""
+    """Return the mode, mtime in seconds (0 without ``times``), number of hard links (for files) and content of each
+    path.
+    """
     found: dict[str, Entry] = {}
     for path in [tree, *tree.rglob("*")]:
         status = path.lstat()
