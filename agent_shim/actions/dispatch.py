@@ -94,7 +94,9 @@ _INJECTED: Final = (Agent, ProtocolVersion, asyncio.Event)
 def action(
     method: str, mode: Mode, *, task_from_protocol: int = 0, persistent: bool = False
 ) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., Awaitable[Any]]]:
-    """Register a coroutine function as the action ``method``.
+    """Register a coroutine function as the action ``method``. Requests with a protocol version below
+    ``task_from_protocol`` are answered immediately, whatever the ``mode``. A ``persistent`` task is resumed after a
+    restart of the agent.
 
     The function's first parameter is the ``Agent``. Parameters of type ``ProtocolVersion`` and ``asyncio.Event`` (set
     when the task is cancelled) are injected. All others are the arguments of the request, in order.
@@ -135,7 +137,9 @@ class Dispatcher:
         """Why actions that change the instance are refused, or "" while they are accepted."""
 
     async def handle(self, data: bytes, *, limit: int | None = wire.MAX_REPLY_BYTES) -> tuple[str, bytes] | None:
-        """Answer a request. Return the reply subject and the reply, or None for an unreadable request."""
+        """Answer a request with at most ``limit`` bytes. Return the reply subject and the reply, or None for an
+        unreadable request.
+        """
         try:
             request = wire.decode_request(data)
         except wire.RequestError as exc:
@@ -187,7 +191,7 @@ class Dispatcher:
         *,
         is_task: bool = True,
     ) -> Any:
-        """Run an action. When a task ends, also write an audit line."""
+        """Run an action. If it runs as a task, also write an audit line when it ends."""
         begun_at, task, outcome = time.monotonic(), self._tasks.running, "failed"
         error: BaseException | None = None
         try:
@@ -225,7 +229,8 @@ class Dispatcher:
 def write_audit(
     method: str, result: str, begun_at: float, *, caller: str = "", task: str = "", error: BaseException | None = None
 ) -> None:
-    """Write an audit line. ``result`` is done, failed, accepted (as a task) or dropped (unreadable).
+    """Write an audit line for an action that began at ``begun_at`` (monotonic). ``result`` is done, failed, accepted
+    (as a task) or dropped (unreadable).
 
     Texts are truncated, because callers control their length.
     """

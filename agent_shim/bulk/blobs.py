@@ -115,7 +115,9 @@ async def _checked(get: Callable[[Hasher], Awaitable[BinaryIO]], digest: Multipl
 
 
 async def _again(what: str, attempt: Callable[[], Awaitable[T]], pause: float = 0) -> T:
-    """Return the first successful result, or raise the error of the last attempt."""
+    """Call ``attempt`` up to ``TRIES`` times, with a pause in seconds after each failure. Return the first result, or
+    raise the last error.
+    """
     for left in reversed(range(TRIES)):
         try:
             return await attempt()

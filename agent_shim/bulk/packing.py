@@ -332,7 +332,7 @@ class _ArchiveWriter:
         self._remarks[name] = f"cannot read it: {os.strerror(exc.errno or 0)}"
 
     def finish(self, remarks: str) -> MultipleDigest:
-        """Finish the archive, adding the entry ``remarks`` if there are any."""
+        """Finish the archive, and return its digests. If there are any remarks, add them as the entry ``remarks``."""
         if self._is_live and self._remarks:
             lines = [f"{guarded.shown(name)}: {what}\n" for name, what in sorted(self._remarks.items())]
             if len(lines) > MAX_REMARKS:

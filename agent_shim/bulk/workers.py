@@ -50,7 +50,8 @@ class Workers:
     async def work(self, request: Request, *, nice: int = 0, report: Report = ignore) -> Done:
         """Execute ``request``. Raises ``ActionError`` with the worker's error.
 
-        ``report`` is called with each step of the request. Cancellation ends the worker and its process group.
+        ``nice`` is the worker's niceness relative to the agent. ``report`` is called with each step of the request.
+        Cancellation ends the worker and its process group.
         """
         try:
             worker = self._resting.pop(nice, None)

@@ -49,8 +49,8 @@ def copy(log: Log, out: BinaryIO) -> None:
 
 
 def show(logs: Sequence[Log], count: int, *, is_named: bool, follows: bool) -> None:
-    """Print the last ``count`` lines of each file, with headers like those of ``tail``, then follow the files until
-    interrupted.
+    """Print the last ``count`` lines of each file. With ``is_named``, print headers like those of ``tail``. With
+    ``follows``, print new lines too, until interrupted.
     """
     out = sys.stdout.buffer
     latest: Log | None = None

@@ -215,8 +215,8 @@ async def _authorize_keys(agent: Agent, keys: list[str]) -> str | None:
 
 
 async def _put_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
-    """Mount a tmpfs on each directory for which ``env.bosh`` requests this: rendered jobs, blobs with secrets, run
-    files.
+    """Boot step: mount a tmpfs on each directory for which ``env.bosh`` requests this: rendered jobs, blobs with
+    secrets, run files. Return the reason if nothing is mounted, or None.
     """
     wanted = {}
     if bosh.job_dir.tmpfs:
@@ -250,7 +250,8 @@ async def _write_time_servers(paths: Paths, servers: list[str]) -> str | None:
 
 
 def _kill_one_process() -> str | None:
-    """Make the kernel kill only one process of this container when memory runs out, instead of the agent and all jobs.
+    """Boot step: make the kernel kill only one process of this container when memory runs out, instead of the agent and
+    all jobs. Return the reason if nothing was changed, or None.
 
     This only works if the container's cgroup is writable, as in privileged pods.
     """
@@ -269,7 +270,9 @@ def _make_temporary_files(paths: Paths) -> None:
 
 
 async def _write_monit_user(paths: Paths, password: str) -> str | None:
-    """Write monit's user and password. An existing password is kept, because running jobs read it when they started."""
+    """Boot step: write monit's user and password. An existing password is kept, because running jobs read it when they
+    started. Return the reason if nothing was written, or None.
+    """
     try:
         found = (await asyncio.to_thread(files.read, paths.monit_user, is_own=True)).decode()
     except (OSError, ValueError):

@@ -45,7 +45,8 @@ class Endings:
         self._ending: asyncio.Task[None] | None = None
 
     def begin_orderly_stop(self, grace: float) -> asyncio.Task[None]:
-        """Begin to stop all jobs in order, and return the task that does it. Repeated calls return the same task.
+        """Begin to stop all jobs in order within ``grace`` seconds, and return the task that does it. Repeated calls
+        return the same task.
 
         From then on, requests that change the instance are refused.
         """

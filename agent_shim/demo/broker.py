@@ -56,7 +56,9 @@ class NatsServer:
         return f"nats://127.0.0.1:{self.port}"
 
     def mbus(self, agent_id: str, *, bootstrap: bool = False) -> Mbus:
-        """Return the server's address and new credentials for an agent."""
+        """Return the server's address and new credentials for an agent, with a bootstrap certificate or a permanent
+        one.
+        """
         return self._reached_by(self.authority.agent(agent_id, bootstrap=bootstrap))
 
     def peer(self, common_name: str = DIRECTOR) -> Mbus:

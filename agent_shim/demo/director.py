@@ -191,8 +191,8 @@ class Director:
     ) -> Any:
         """Return the result of an action. If the agent starts a task, poll it until it ends.
 
-        ``limit`` is the maximum time for polling in seconds (by default 300 for ``stop`` and unlimited otherwise).
-        Raises ``RpcTimeoutError`` and ``RpcRemoteError``.
+        ``timeout`` is the time limit for each reply in seconds. ``limit`` is the maximum time for polling in seconds
+        (by default 300 for ``stop`` and unlimited otherwise). Raises ``RpcTimeoutError`` and ``RpcRemoteError``.
         """
         limit = STOP_LIMIT_S if limit is None and method == "stop" else limit
         until = time.monotonic() + limit if limit is not None else float("inf")
@@ -207,7 +207,9 @@ class Director:
         return answer
 
     async def wait_until_ready(self, agent_id: str, *, timeout: float = 600.0, patience: float = 1.0) -> None:
-        """Ping the agent until it answers, waiting up to ``patience`` seconds for each reply."""
+        """Ping the agent until it answers, for at most ``timeout`` seconds in total and ``patience`` seconds for each
+        reply.
+        """
         async with asyncio.timeout(timeout):
             while True:
                 with contextlib.suppress(RpcTimeoutError):
@@ -283,7 +285,9 @@ class HealthMonitor:
     async def wait_for(
         self, kind: str, agent_id: str, where: Callable[[Any], bool] = lambda _: True, *, timeout: float = 30.0
     ) -> Notice:
-        """Wait up to ``timeout`` seconds for a notice whose body matches. Raises ``TimeoutError``."""
+        """Wait up to ``timeout`` seconds for a notice whose body matches ``where``, and return the notice. Raises
+        ``TimeoutError``.
+        """
         async with asyncio.timeout(timeout):
             while True:
                 for notice in self.of(kind, agent_id):

@@ -92,7 +92,9 @@ class Authority:
         return self._pair(common_name, valid, [x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])])
 
     def agent(self, agent_id: str, *, bootstrap: bool = False, valid: tuple[float, float] = GOOD) -> Pair:
-        """Issue the client certificate of an agent."""
+        """Issue the client certificate of an agent: the short-lived bootstrap certificate or, by default, a later
+        one.
+        """
         return self.client(agent_name(agent_id, bootstrap=bootstrap), valid=valid)
 
     def _pair(self, common_name: str, valid: tuple[float, float], extensions: Sequence[x509.ExtensionType]) -> Pair:

@@ -89,7 +89,7 @@ class Heartbeat(Generic[V]):
                 self._measuring.cancel()
 
     def _measure(self) -> asyncio.Task[V]:
-        """Start a measurement unless one is in progress."""
+        """Return the task of the measurement in progress, after starting a measurement if there is none."""
         if self._measuring is None or self._measuring.done():
             self._measuring = asyncio.create_task(self._collect(), name="vitals")
             self._measuring.add_done_callback(self._measured)

@@ -158,8 +158,8 @@ class _HttpConnection(asyncio.Protocol):
             self._send(refusal)
 
     def _read(self, data: bytes, *, is_over: bool) -> HttpResponse | None:
-        """Feed data to the parser. Answer the request if it is complete. If it is invalid, return the error
-        response.
+        """Feed data to the parser. Answer the request if it is complete. If it is invalid, return the error response.
+        ``is_over`` means that the client has sent more data than a request may have.
         """
         request = self._request
         try:
@@ -258,8 +258,8 @@ async def listening(
 async def serving(
     address: str, protocol: Callable[[], asyncio.BaseProtocol], purpose: str
 ) -> AsyncIterator[tuple[str, int] | None]:
-    """Listen with a protocol. If the address is in use, only log that, because the jobs can run without the
-    server.
+    """Listen with a protocol for the duration of the block. Yields the bound address, or None if it is off or in use.
+    The latter is only logged, because the jobs can run without the server.
     """
     where = parse_address(address)
     try:

@@ -172,8 +172,8 @@ class Metrics:
             self._lag.observe(max(0.0, self._clock() - due))
 
     async def render(self, is_openmetrics: bool = False, is_packed: bool = False) -> bytes:
-        """Render all metrics as Prometheus text 0.0.4 or OpenMetrics 1.0, compressed with gzip if ``is_packed``. The
-        page is at most ``PAGE_TTL_S`` old.
+        """Render all metrics as OpenMetrics 1.0 if ``is_openmetrics``, otherwise as Prometheus text 0.0.4, and compress
+        them with gzip if ``is_packed``. The page is at most ``PAGE_TTL_S`` old.
         """
         async with self._rendering:
             registry, pages, key = self.registry(), self._pages, (is_openmetrics, is_packed)

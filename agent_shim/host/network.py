@@ -37,7 +37,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 def default_address(*, ipv6: bool = False) -> Address | None:
-    """Return the address of the interface with the default route, or None if there is no such route
+    """Return the IPv4 or IPv6 address of the interface with the default route, or None if there is no such route
     (platform/net/default_network_resolver.go).
     """
     return _default_ipv6() if ipv6 else _default_ipv4()

@@ -388,8 +388,9 @@ def _is_our_link(path: str) -> bool:
 def _make_root(binds: Sequence[BindMount], *, is_masked: bool) -> None:
     """Build a root file system that contains only the bind mounts and the kernel's own mounts, and enter it.
 
-    All sources are opened first, because the new root hides the old one. A bind mount at ``/`` becomes the root
-    itself, and the others are mounted on top.
+    With ``is_masked``, sensitive kernel files are hidden, and setuid bits have no effect. All sources are opened first,
+    because the new root hides the old one. A bind mount at ``/`` becomes the root itself, and the others are mounted on
+    top.
     """
     nodes = [BindMount(path=each, source=each, write=True, run=False, shared=False) for each in _NODES]
     shown = sorted([*binds, *nodes], key=lambda bind: bind["path"].count("/"))  # parents before their children
@@ -436,7 +437,9 @@ def _make_root(binds: Sequence[BindMount], *, is_masked: bool) -> None:
 
 
 def _tree(bind: BindMount, *, is_masked: bool) -> int | None:
-    """Clone the mount tree of a bind mount with its mount attributes. Return None if the source does not exist."""
+    """Clone the mount tree of a bind mount with its mount attributes. With ``is_masked``, setuid bits in it have no
+    effect. Return None if the source does not exist.
+    """
     try:
         tree = _open_tree(bind["source"])
     except FileNotFoundError:
@@ -595,7 +598,9 @@ def _rules(binds: Sequence[BindMount]) -> list[tuple[int, int]]:
 
 
 def _restrict(rules: Sequence[tuple[int, int]], *, may_signal: bool) -> None:
-    """Restrict this process to the files below the descriptors in ``rules``, and close them."""
+    """Restrict this process to the files below the descriptors in ``rules``, and close these descriptors. Unless
+    ``may_signal`` is set, also forbid signals to processes outside the sandbox.
+    """
     version = landlock_version()
     everything = _EVERYTHING & ~(_REFER if version < 2 else 0) & ~(_TRUNCATE if version < 3 else 0)
     fields = struct.pack("QQQ", everything, 0, 0 if version < 6 or may_signal else _SCOPE_SIGNAL)

@@ -134,8 +134,8 @@ class Bundles:
         await self._in_thread(self._remove_strays, {*spared, *(package.name for package in packages)})
 
     async def create(self, bundle: Bundle) -> Path:
-        """Create and link an empty bundle for a compilation to fill. An existing bundle of the same version is
-        removed.
+        """Create and link an empty bundle for a compilation to fill, and return its path. An existing bundle of the
+        same version is removed.
         """
         path = self.path(bundle)
         await self._in_thread(self._create, bundle, path)

@@ -99,8 +99,9 @@ class Scripts:
         *,
         grace: float = GRACE_S,
     ) -> None:
-        """``spawn`` starts a script. It takes the name of the job, then the arguments of ``process.spawn``, except for
-        the working directory, which it chooses itself.
+        """``spawn`` starts a script. Its arguments are the name of the job, followed by those of ``process.spawn``
+        without the working directory, which ``spawn`` chooses itself. A cancelled script gets KILL ``grace`` seconds
+        after TERM.
         """
         self._spawn = spawn
         self._paths = paths
@@ -160,8 +161,8 @@ class Scripts:
     async def _drain_job(
         self, job: str, arguments: Sequence[str], environment: Mapping[str, str], cancelled: asyncio.Event
     ) -> bool:
-        """Drain one job. If the script prints a negative number, wait for that many seconds and run it again
-        (agent/script/drain/concrete_script.go).
+        """Drain one job. Return False if the script does not print a number. If it prints a negative number, wait for
+        that many seconds and run the script again (agent/script/drain/concrete_script.go).
         """
         while True:
             answer = await self._ask_drain(job, arguments, environment, cancelled)
@@ -231,8 +232,8 @@ class Scripts:
         return log
 
     async def _end(self, script: Process, cancelled: asyncio.Event) -> int | None:
-        """Wait until the script ends. If ``cancelled`` is set or this task is cancelled, terminate the script's process
-        group.
+        """Wait until the script ends, and return its exit code. If ``cancelled`` is set or this task is cancelled,
+        terminate the script's process group.
         """
         ended = asyncio.ensure_future(script.wait())
         try:

@@ -218,7 +218,9 @@ class StateBackup:
         self._update()
 
     def _restore(self, *, is_root_new: bool) -> None:
-        """Restore the files that the root file system has lost."""
+        """Restore the files that the root file system has lost. If ``is_root_new``, this includes files that agents
+        delete on purpose, and a failed write raises ``OSError`` instead of being logged.
+        """
         for file in self._files:
             if file.path.is_symlink() or not self._is_lost(file, is_root_new=is_root_new):
                 continue

@@ -89,8 +89,8 @@ class Users:
                 raise
 
     async def cleanup(self, user_regex: str) -> list[str]:
-        """Remove the users whose names match the expression, and their home directories. A user whose name lacks
-        ``bosh_`` as a prefix is never removed.
+        """Remove the users whose names match the expression, and their home directories. Return the names of the
+        removed users. A user whose name lacks ``bosh_`` as a prefix is never removed.
         """
         async with self._turn:
             ours = self.made() if self._paths.is_system else []

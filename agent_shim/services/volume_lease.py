@@ -245,8 +245,9 @@ class VolumeLeases:
         return str(lease) if lease is not None and lease.holder != self._holder else ""
 
     def _write(self, directory: Path, hold: Hold, *, is_over: bool = False) -> None:
-        """Write the lease in place, because a new file would not be locked. Use a single call, so that the file
-        contains either the old or the new lease if the agent is killed.
+        """Write the lease, marked as released if ``is_over``. It is written in place, because a new file would not be
+        locked. A single call writes it, so that the file contains either the old or the new lease if the agent is
+        killed.
         """
         lease = Lease(SCHEMA, self._holder, self._agent_id, self._host, self._boot, hold.count, is_over)
         raw = msgspec.json.encode(lease)

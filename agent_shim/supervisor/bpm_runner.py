@@ -404,8 +404,9 @@ class Bpm:
         }
 
     def _binds(self, job: str, wanted: bpm.ProcessConfig, *, is_apart: bool) -> list[sandbox_exec.BindMount]:
-        """Return a bind mount for each accessible path. If a path occurs several times, the first entry counts, so a
-        volume cannot extend the access to a path that bpm restricts.
+        """Return a bind mount for each path that the process may access. ``is_apart`` means that it gets its own root
+        file system. If a path occurs several times, the first entry counts, so a volume cannot extend the access to a
+        path that bpm restricts.
         """
         from agent_shim.host import sandbox
 
@@ -598,8 +599,8 @@ class Bpm:
 
 
 async def _end(running: process.Process, first: signal.Signals, by: float) -> bool:
-    """Stop a process with bpm's sequence of signals, which its init forwards only to the program itself. Return True if
-    the process had to be killed.
+    """Stop a process with bpm's sequence of signals, which its init forwards only to the program itself. KILL is sent
+    at the monotonic time ``by`` at the latest. Return True if the process had to be killed.
     """
     steps = (first, SIGNAL_TIMEOUT_S), (signal.SIGQUIT, QUIT_TIMEOUT_S), (signal.SIGKILL, process.KILL_TIMEOUT_S)
     try:

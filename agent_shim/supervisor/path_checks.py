@@ -169,7 +169,9 @@ class PathWatch:
     # --- lines --------------------------------------------------------------------------------------------------------
 
     def _matches(self, opened: Opener, status: os.stat_result) -> Iterator[Numbered]:
-        """Compare the lines that were written since the last call. The first call begins at the end of the file."""
+        """Compare the lines that were written since the last call, and yield the findings. The first call begins at the
+        end of the file.
+        """
         quiet: dict[int, int] = {}
         hits = 0
         for line, end in itertools.islice(self._lines(opened, status), MAX_LINES):

@@ -237,7 +237,7 @@ async def _await_answers(service: Service, watch: _ServiceChecks) -> None:
 
 
 async def _ask_host(service: Service, spec: ProcessSpec) -> list[Numbered]:
-    """Send echo requests, then test the ports unless the host does not answer."""
+    """Send echo requests, then test the ports unless the host does not answer. Return the findings."""
     rules = list(enumerate(spec.rules))
     echoes = [_echo(service, rule.test, number) for number, rule in rules if isinstance(rule.test, Echo)]
     findings = [each for found in await asyncio.gather(*echoes) for each in found]
@@ -255,7 +255,9 @@ async def _ask(service: Service, test: Connection, number: int) -> list[Numbered
 
 
 async def _echo(service: Service, test: Echo, number: int) -> list[Numbered]:
-    """Send echo requests. As in monit, there is no finding if this container is not allowed to send them."""
+    """Send echo requests, and return the finding for the rule ``number``. As in monit, there is none if this container
+    is not allowed to send them.
+    """
     begun_at, address = time.monotonic(), service.spec.address
     why = await network_checks.echo(address, test)
     if why is None:

@@ -216,7 +216,9 @@ _REPORTED: Final = {
 
 
 def reported(state: State, *, fails_a_check: bool = False) -> str:
-    """Return the Director's process state (jobsupervisor/monit/status.go): starting, running, failing, unknown."""
+    """Return the Director's process state (jobsupervisor/monit/status.go): starting, running, failing or unknown. A
+    running process is ``failing`` if it ``fails_a_check``.
+    """
     if state is State.RUNNING and fails_a_check:
         return "failing"
     return _REPORTED.get(state, "unknown")
@@ -225,7 +227,8 @@ def reported(state: State, *, fails_a_check: bool = False) -> str:
 def job_state(processes: Iterable[str], *, is_stopped: bool) -> str:
     """Derive the instance state from its process states (jobsupervisor/monit_job_supervisor.go).
 
-    A starting process takes precedence over a failing one. An instance without processes is running.
+    The state is ``stopped`` if the jobs were stopped on purpose. A starting process takes precedence over a failing
+    one. An instance without processes is running.
     """
     if is_stopped:
         return "stopped"

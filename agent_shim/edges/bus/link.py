@@ -312,8 +312,8 @@ class Link:
         return asked.done() and self._answers > before and not self.is_over
 
     async def watch(self, interval: float, unanswered: int) -> None:
-        """Send pings endlessly, in step with the agent's other timers. End the connection after several intervals
-        without an answer.
+        """Send a ping every ``interval`` seconds, in step with the agent's other timers. End the connection after
+        ``unanswered`` consecutive intervals without an answer.
         """
         silent = 0
         await asyncio.sleep(clock.until_beat(interval))

@@ -41,8 +41,8 @@ Copy = Callable[[Path, Path, Report], Awaitable[list[str]]]
 
 
 async def in_worker(source: Path, target: Path, report: Report) -> list[str]:
-    """Copy a directory in a worker process, because copying may take hours and may have to be killed. Raises
-    ``ActionError`` with the worker's error.
+    """Copy a directory in a worker process, because copying may take hours and may have to be killed. Return what was
+    lost. Raises ``ActionError`` with the worker's error.
     """
     return (await workers.work(CopyTree(str(source), str(target), sorted(OURS)), report=report)).losses
 

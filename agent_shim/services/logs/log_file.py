@@ -43,7 +43,9 @@ class LogFile:
         return self._descriptor >= 0
 
     def open(self, *, at_end: bool = True) -> bool:
-        """Open the file. Return False if it is missing. Raises ``OSError`` if it must not be read."""
+        """Open the file, and read next from its end or, without ``at_end``, from its start. Return False if the file is
+        missing. Raises ``OSError`` if it must not be read.
+        """
         try:
             self._descriptor = guarded.open_file(self.path, self._root)
         except OSError as exc:

@@ -155,8 +155,8 @@ class Rotation:
             await blocking.call(_call_owner(path), partial(remove, self._root, path))
 
     async def _look(self, limit: int) -> Findings:
-        """Search the files of each job in a thread of its own, so that a job whose volume hangs does not delay the
-        others.
+        """Return the findings for all jobs. Each job is searched in a separate thread, so that a job whose volume hangs
+        does not delay the others.
         """
         findings = Findings({}, {})
         for job in await blocking.call("sys/log", partial(_jobs, self._root)):

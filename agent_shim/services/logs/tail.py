@@ -128,8 +128,8 @@ class Follower:
         return LogLine(job, guarded.shown(file), text)
 
     def _search(self, *, at_end: bool) -> Iterator[LogLine]:
-        """Open new files, preferring the most recently written files of each job. Yields a line for each job with too
-        many files.
+        """Open new files at their end or start, preferring the most recently written files of each job. Yields a line
+        for each job with too many files.
         """
         self._searched_at = self._clock()
         with self._refusing(self._job), guarded.held(self._directory) as top:

@@ -278,6 +278,7 @@ class Keepers:
 
     async def clear(self, labels: Collection[str], others: Collection[Identity], grace: float) -> None:
         """End the remaining processes of the last run, because they may occupy a port or lock that the next run needs.
+        KILL follows ``grace`` seconds after TERM.
 
         Raises ``HostError`` if some survive.
         """
@@ -317,8 +318,8 @@ class Keepers:
         return await asyncio.to_thread(_trees, apart) if apart else []
 
     async def _end(self, each: Keeper, grace: float) -> list[Left]:
-        """End all processes below one keeper and return the survivors. Processes of a killed keeper are orphans, which
-        are not included.
+        """End all processes below one keeper, with KILL ``grace`` seconds after TERM, and return the survivors.
+        Processes of a killed keeper are orphans, which are not included.
         """
         try:
             if await each.end(grace):
@@ -336,7 +337,9 @@ def _may_be_of(each: proc.Stat, lost: _Lost) -> bool:
 
 
 async def _end_trees(ahead: Collection[Identity], grace: float) -> tuple[list[Left], bool]:
-    """Send TERM, then KILL, to processes and their descendants. Return the survivors, and whether KILL was sent."""
+    """Send TERM to processes and their descendants, and KILL after ``grace`` seconds. Return the survivors, and whether
+    KILL was sent.
+    """
     rounds = [(signal.SIGTERM, grace), *[(signal.SIGKILL, process.KILL_TIMEOUT_S / KILL_ROUNDS)] * KILL_ROUNDS]
     was_killed = False
     for sig, timeout in rounds:

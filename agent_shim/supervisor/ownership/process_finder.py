@@ -301,7 +301,9 @@ class ProcessFinder:
     def _require_possible_start(
         program: Process, status: int | None, spec: ProcessSpec, record: ProcessRecord, *, is_late: bool
     ) -> None:
-        """Raise ``HostError`` if the start program has exited and no process can appear any more."""
+        """Raise ``HostError`` if no process can appear any more after the start program has exited with ``status``.
+        ``is_late`` means that the program exited more than ``Timing.linger`` seconds ago.
+        """
         with watchdog.reading(spec.name, "its pidfile"):
             found = process_record.read(spec.pidfile)
         named = found.pid if found and record.is_fresh(found) else 0
