@@ -8,29 +8,49 @@ from typing import Final
 from agent_shim import __name__ as package
 
 LIMITS: Final = (
-    ("a reply over NATS", "core.wire.MAX_REPLY_BYTES", "it is cut, or replaced by an error, as by the Go agent"),
-    ("bytes that wait for a slow NATS server", "edges.bus.link.MAX_BACKLOG_BYTES", "publishing fails"),
-    ("requests in progress", "edges.bus.nats.MAX_REQUESTS", "further ones are dropped and counted"),
-    ("memory of requests in progress", "edges.bus.nats.MAX_REQUEST_BYTES", "further ones are dropped and counted"),
-    ("polls of a task that are held", "actions.tasks.MAX_HELD", "further ones are answered at once"),
-    ("tasks that wait for the running one", "actions.tasks.MAX_WAITING", "further requests are refused"),
-    ("memory of the requests of these tasks", "actions.tasks.MAX_WAITING_BYTES", "further requests are refused"),
-    ("results of tasks that are remembered", "actions.tasks.MAX_OUTCOME_BYTES", "the oldest are forgotten"),
-    ("alerts that wait for the bus", "edges.alerts.MAX_QUEUED", "the oldest is dropped and counted"),
-    ("connections to port 9190", "edges.http_server.MAX_CONNECTIONS", "the oldest of the busiest address is closed"),
-    ("a request to port 9190", "edges.http_server.MAX_REQUEST_BYTES", "it is refused"),
-    ("a request over the control socket", "edges.control_server.MAX_REQUEST_BYTES", "it is refused"),
-    ("DNS records of `sync_dns`", "services.bundles.MAX_SMALL_BYTES", "the request fails"),
-    ("free space that downloads must leave", "bulk.transfer.RESERVE_BYTES", "the download fails"),
-    ("age of an archive of `bosh logs`", "services.logs.archives.MAX_AGE_S", "it is removed"),
-    ("files that `--job-logs` follows", "services.logs.tail.MAX_FILES", "each job has an equal share of them"),
-    ("levels of directories for `--job-logs`", "services.logs.tail.MAX_DEPTH", "files below are not followed"),
-    ("levels of directories for rotation", "services.logs.rotation.MAX_DEPTH", "files below are not rotated"),
-    ("a monit file", "supervisor.monit.parser.MAX_BYTES", "its job is failing, with the error in `status`"),
-    ("monit files of a job", "supervisor.plan.MAX_FILES", "the job is failing, with the error in `status`"),
-    ("a `bpm.yml`", "supervisor.bpm.config.MAX_BYTES", "its processes do not start"),
-    ("output of a start or stop program", "supervisor.ctl_programs.MAX_OUTPUT_BYTES", "its beginning is cut off"),
-    ("log lines that wait for a reader", "core.log.MAX_WAITING_BYTES", "further ones are dropped and counted"),
+    (
+        "size of a reply over NATS",
+        "core.wire.MAX_REPLY_BYTES",
+        "it is shortened or replaced with an error, as by the Go agent",
+    ),
+    ("outgoing data waiting for a slow NATS server", "edges.bus.link.MAX_BACKLOG_BYTES", "publishing fails"),
+    ("requests in progress", "edges.bus.nats.MAX_REQUESTS", "further requests are dropped and counted"),
+    (
+        "total size of requests in progress",
+        "edges.bus.nats.MAX_REQUEST_BYTES",
+        "further requests are dropped and counted",
+    ),
+    (
+        "`get_task` requests that wait briefly for the end of their task",
+        "actions.tasks.MAX_HELD",
+        "further requests are answered immediately",
+    ),
+    ("tasks waiting for the running task", "actions.tasks.MAX_WAITING", "further requests are refused"),
+    ("total size of the requests for waiting tasks", "actions.tasks.MAX_WAITING_BYTES", "further requests are refused"),
+    ("total size of stored task results", "actions.tasks.MAX_OUTCOME_BYTES", "the oldest results are deleted"),
+    ("alerts waiting for the bus", "edges.alerts.MAX_QUEUED", "the oldest alert is dropped and counted"),
+    (
+        "connections to port 9190",
+        "edges.http_server.MAX_CONNECTIONS",
+        "the client address with the most connections loses its oldest one",
+    ),
+    ("size of a request to port 9190", "edges.http_server.MAX_REQUEST_BYTES", "it is refused"),
+    ("size of a request over the control socket", "edges.control_server.MAX_REQUEST_BYTES", "it is refused"),
+    ("size of the DNS records for `sync_dns`", "services.bundles.MAX_SMALL_BYTES", "the request fails"),
+    ("free disk space that downloads must leave", "bulk.transfer.RESERVE_BYTES", "the download fails"),
+    ("age of an archive for `bosh logs`", "services.logs.archives.MAX_AGE_S", "the archive is removed"),
+    ("files that `--job-logs` follows", "services.logs.tail.MAX_FILES", "each job gets an equal share of the files"),
+    ("depth of log directories for `--job-logs`", "services.logs.tail.MAX_DEPTH", "deeper files are not followed"),
+    ("depth of log directories for rotation", "services.logs.rotation.MAX_DEPTH", "deeper files are not rotated"),
+    ("size of a monit file", "supervisor.monit.parser.MAX_BYTES", "the job is failing, and `status` shows the error"),
+    ("number of monit files of a job", "supervisor.plan.MAX_FILES", "the job is failing, and `status` shows the error"),
+    ("size of a `bpm.yml`", "supervisor.bpm.config.MAX_BYTES", "the processes in it do not start"),
+    ("stored output of a start or stop program", "supervisor.ctl_programs.MAX_OUTPUT_BYTES", "only the end is kept"),
+    (
+        "total size of log lines waiting for a reader",
+        "core.log.MAX_WAITING_BYTES",
+        "further lines are dropped and counted",
+    ),
 )
 """The limited quantity, the constant with its limit, and what happens beyond the limit."""
 
@@ -38,7 +58,7 @@ LIMITS: Final = (
 def table() -> str:
     """Return the table with a row for each limit."""
     rows = [f"| {subject} | {shown(constant)} | {beyond} |" for subject, constant, beyond in LIMITS]
-    return "\n".join(["| | limit | what happens beyond it |", "|---|---|---|", *rows, ""])
+    return "\n".join(["| what is limited | limit | what happens beyond it |", "|---|---|---|", *rows, ""])
 
 
 def shown(constant: str) -> str:
