@@ -449,20 +449,21 @@ async def test_hanging_checks_do_not_delay_restarts(stand: Stand) -> None:
 
     # Catch the cancellation at the end of the case, because Python 3.11 logs a cancelled handler as an error.
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
+        with contextlib.closing(writer), contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(600)
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
+        with contextlib.closing(writer), contextlib.suppress(asyncio.CancelledError):
             for _ in range(600):
                 writer.write(b"x")
                 await asyncio.sleep(1)
 
     async def pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 10000000000\r\n\r\n")
-        while not writer.is_closing():
-            writer.write(bytes(1 << 16))
-            await writer.drain()
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError, asyncio.CancelledError):
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 10000000000\r\n\r\n")
+            while not writer.is_closing():
+                writer.write(bytes(1 << 16))
+                await writer.drain()
 
     jobs = {"good": simple("good")}
     servers = []
