@@ -106,7 +106,7 @@ async def update_settings(agent: Agent, news: UpdateSettings) -> str:
     if wanted != before.mbus:
         await agent.edges.reconnect(wanted)
     await agent.settings.save_update(after.update)
-    await agent.certificates.install(news.trusted_certs)  # if this fails, the next boot tries it again
+    await agent.certificates.install(news.trusted_certs)  # if installing them fails, the next boot retries it
     return "ok"
 
 

@@ -222,7 +222,7 @@ class Tasks:
             while True:
                 await self._run_next(failure)
         except Exception:
-            if self.running is not None:  # otherwise its pollers would wait forever
+            if self.running is not None:  # finish the task, because its pollers would otherwise wait forever
                 self._finish(self.running, "failed", "an internal error of the agent (its log has the traceback)")
                 self.running = None
             raise

@@ -279,7 +279,7 @@ class _UnpackedTree(msgspec.Struct):
             os.symlink(link.linkname, path, dir_fd=self.fd)
             os.utime(path, _times(link), dir_fd=self.fd, follow_symlinks=False)
         self.directories.setdefault("", None)
-        for path in sorted(self.directories, key=len, reverse=True):  # children before parents
+        for path in sorted(self.directories, key=len, reverse=True):  # children first, as a parent may deny access
             member = self.directories[path]
             os.chmod(path or ".", _mode(member) if member else 0o755, dir_fd=self.fd)
             if member:

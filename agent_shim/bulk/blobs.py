@@ -33,7 +33,7 @@ TRIES: Final = 3
 class Blobs:
     """Access to the blobs of one agent. As a context manager, it closes the HTTP client if one was used."""
 
-    def __init__(self, store: Blobstore, paths: Paths, timing: TransferTiming = TransferTiming()) -> None:  # noqa: B008 - frozen
+    def __init__(self, store: Blobstore, paths: Paths, timing: TransferTiming = TransferTiming()) -> None:  # noqa: B008 - the struct is frozen
         self._store = store
         self._paths = paths
         self._timing = timing

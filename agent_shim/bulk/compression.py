@@ -63,7 +63,8 @@ def decompressed(source: BinaryIO) -> Iterator[Any]:
     """
     start = _start(source)
     program = next((each for magic, each in PROGRAMS.items() if start.startswith(magic)), None)
-    if start[USTAR] == b"ustar":  # first, because a member name may look like a signature
+    # Check this first, because a tar header begins with a name, which may look like a signature.
+    if start[USTAR] == b"ustar":
         yield source
     elif start.startswith(GZIP):
         yield igzip.IGzipFile(fileobj=source)  # type: ignore[no-untyped-call]
@@ -82,8 +83,8 @@ class _Piped:
         self._offset = 0
         with ExitStack() as stack:
             self._messages = stack.enter_context(tempfile.TemporaryFile())
-            # The file is opened again for the program. If they shared a file position, the program would move that of
-            # ``source``, whose buffer would then be wrong.
+            # Open the file again for the program. If the program shared the file position with ``source``, it would
+            # move that position, and the buffer of ``source`` would be wrong.
             given = stack.enter_context(open(f"/proc/self/fd/{source.fileno()}", "rb"))
             try:
                 self._process = subprocess.Popen(

@@ -108,7 +108,7 @@ def _empty(target: Path, spared: Collection[str]) -> None:
     if _is_ours(target):
         target.chmod(0o700)
         for name in _ACLS:
-            with suppress(OSError):  # it has no ACL, or the file system does not support them
+            with suppress(OSError):  # the target has no ACL, or its file system does not support ACLs
                 os.removexattr(target, name)
     for path in list(target.iterdir()):
         if path.name not in spared:

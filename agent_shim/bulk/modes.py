@@ -31,5 +31,5 @@ def set_owners_and_modes(kind: str, tree: Path, owner: str | None) -> None:
         for name in names + directories:
             os.chown(name, uid, gid, dir_fd=fd, follow_symlinks=False)
         for name in names:
-            if not os.path.islink(os.path.join(here, name)):  # noqa: PTH114, PTH118 - once for each file
+            if not os.path.islink(os.path.join(here, name)):  # noqa: PTH114, PTH118 - faster than pathlib for many files
                 os.chmod(name, 0o750 if is_bin else 0o640, dir_fd=fd)

@@ -270,7 +270,7 @@ class _ArchiveWriter:
             header.type = tarfile.LNKTYPE
             header.linkname = first
         elif self._is_known(status):
-            return  # already packed under an earlier name
+            return  # this file was already packed under an earlier name
         if header.type == tarfile.REGTYPE:
             runs = [(0, status.st_size)]
             header.size = status.st_size

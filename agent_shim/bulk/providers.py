@@ -69,7 +69,7 @@ def provider(store: Blobstore, paths: Paths, transfer: Callable[[], Transfer]) -
 class Dummy:
     """A blobstore that accepts every blob and stores none."""
 
-    async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:  # noqa: ARG002 - nothing is hashed
+    async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:  # noqa: ARG002 - required by the protocol
         raise BlobError(f"cannot get {blob_id}: the blobstore is a dummy")
 
     async def put(self, blob_id: str, path: Path) -> None:
@@ -146,7 +146,7 @@ class External:
         self._environment = {**environment, "PATH": self._path}
 
     async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:
-        # Use a directory, so that any files which the program adds are removed with it.
+        # Use a directory, so that any files that the program adds are removed together with the blob.
         directory = files.sibling(self._scratch)
         directory.mkdir(0o700)
         try:

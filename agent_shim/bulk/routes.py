@@ -56,7 +56,7 @@ def proxy_for(scheme: str, host: str, port: int | None, environment: Mapping[str
 
 
 def is_excepted(host: str, port: int | None, exceptions: str) -> bool:
-    import ipaddress  # imported late, because it takes 0.2 MB and only a proxy needs it
+    import ipaddress  # imported late, because it uses 0.2 MB and is needed only with a proxy
 
     try:
         address = ipaddress.ip_address(host)
@@ -71,7 +71,7 @@ def is_excepted(host: str, port: int | None, exceptions: str) -> bool:
         if colon and number.isdigit() and not _is_network(entry):
             if int(number) != port:
                 continue
-            entry = name.strip("[]")  # noqa: PLW2901 - the remaining part
+            entry = name.strip("[]")  # noqa: PLW2901 - from here on, without the port
         if address is not None:
             if _is_network(entry) and address in ipaddress.ip_network(entry, strict=False):
                 return True

@@ -43,8 +43,8 @@ def main() -> int:
         except asyncio.CancelledError:
             return 128 + signal.SIGTERM
         finally:
-            # Removing the files is safe here, because no thread still writes to them: the event loop has waited for all
-            # threads, which fail when their file is closed.
+            # The files can be removed here, because no thread still writes to them. Each thread fails when its file is
+            # closed, and the event loop has waited for all threads.
             for temp in temps:
                 files.remove_tree(temp)
         _send(done)

@@ -137,7 +137,7 @@ class _Worker:
         """Prepare the idle worker for another request. Return False if it has exited in the meantime."""
         assert self._leaving is not None
         self._leaving.cancel()
-        is_alive = self.process.is_alive  # read it only once, because the process may exit at any time
+        is_alive = self.process.is_alive  # read this only once, because the process may exit at any time
         if not is_alive:
             self._close()
         return is_alive
@@ -205,5 +205,5 @@ def _count(request: Request, outcome: str) -> None:
     if isinstance(transfer, Get | Put):
         size = 0
         with suppress(OSError):
-            size = os.stat(transfer.path).st_size if outcome == "done" else 0  # noqa: PTH116 - a text
+            size = os.stat(transfer.path).st_size if outcome == "done" else 0  # noqa: PTH116 - the path is a string
         transfers.add("get" if isinstance(transfer, Get) else "put", outcome, size)

@@ -25,7 +25,7 @@ def is_for_people(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def plain(text: str, colour: str) -> str:  # noqa: ARG001 - a Paint
+def plain(text: str, colour: str) -> str:  # noqa: ARG001 - has the type Paint
     """Return the text unchanged."""
     return text
 

@@ -135,7 +135,7 @@ def _main(base: str, arguments: list[str]) -> int:
 def _may_ask(base: str) -> bool:
     """Return True for root, and for the agent's own user if the agent runs without root."""
     try:
-        return os.geteuid() == 0 or os.geteuid() == os.stat(f"{base}/{SOCKET}").st_uid  # noqa: PTH116 - slow to load
+        return os.geteuid() == 0 or os.geteuid() == os.stat(f"{base}/{SOCKET}").st_uid  # noqa: PTH116 - importing pathlib is slow
     except OSError:
         return False
 
@@ -373,7 +373,7 @@ def _run(call: CommandLine) -> int:
             ended.append(exc)
 
     def ask_to_end() -> None:
-        with contextlib.suppress(BpmError, NoAgentError):  # the other request reports the error
+        with contextlib.suppress(BpmError, NoAgentError):  # the request that runs the errand reports the error
             _ask(call, "end run")
 
     def end(*_: object) -> None:

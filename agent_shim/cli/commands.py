@@ -416,7 +416,7 @@ def _moment(text: str) -> float:
     from agent_shim.services.logs import since
 
     try:
-        return since.moment(text, time.time())  # noqa: TID251 the moment before which logs are not shown
+        return since.moment(text, time.time())  # noqa: TID251 - log lines have wall times
     except ValueError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
 

@@ -43,7 +43,7 @@ INTERRUPTED: Final = 128 + signal.SIGINT
 _LONG_FLAG: Final = re.compile(r"^-(?=[a-z]{2})")
 """The single dash of a flag such as ``-output-directory``. Go's package flag accepts one dash or two."""
 
-DEFAULT_OUTPUT: Final = Path("/tmp")  # noqa: S108 - the Go agent's; the file there is made under a random name, then renamed
+DEFAULT_OUTPUT: Final = Path("/tmp")  # noqa: S108 - the Go agent's default; files are created there with random names and then renamed
 
 
 def main(argv: Sequence[str]) -> int:

@@ -321,7 +321,7 @@ def read_yaml(path: Path, wanted: type[T]) -> T:
 def parse_yaml(text: str, place: str, wanted: type[T]) -> T:
     """Parse YAML text as one document of the type ``wanted``. The text may be empty if all fields have defaults."""
     try:
-        document = yaml.load(text, Loader=_DatelessLoader)  # noqa: S506 - a SafeLoader
+        document = yaml.load(text, Loader=_DatelessLoader)  # noqa: S506 - derived from SafeLoader
         return msgspec.convert({} if text.strip() == "" else document, wanted)
     except (yaml.YAMLError, msgspec.ValidationError, RecursionError) as exc:
         raise ConfigError(f"cannot read {place}: {yaml_errors.in_a_line(exc)}") from exc

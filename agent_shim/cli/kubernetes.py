@@ -258,7 +258,7 @@ def _render_container(parts: ObjectInputs) -> Document:
             "runAsUser": 0,
             "readOnlyRootFilesystem": True,
             "allowPrivilegeEscalation": False,
-            # These are needed to preserve the owners and modes of package files.
+            # The renderer needs these capabilities to preserve the owners and modes of package files.
             "capabilities": {"drop": ["ALL"], "add": ["CHOWN", "DAC_OVERRIDE", "FOWNER"]},
             "seccompProfile": {"type": "RuntimeDefault"},
         },

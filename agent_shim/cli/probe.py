@@ -51,8 +51,8 @@ def _live(base: str) -> int:
     why = "no process has locked it"
     try:
         with open(path, "rb") as file:
-            # If no agent is running, this gets the lock and releases it immediately. If an agent starts at that moment,
-            # it finds the file locked, exits and is restarted.
+            # If no agent is running, the probe gets the lock and releases it immediately. An agent that starts at that
+            # moment finds the file locked, exits and is restarted.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         sys.stdout.write("alive\n")

@@ -19,9 +19,9 @@ class _StandIn(ModuleType):
     is_importing = True
 
     def __getattr__(self, member: str) -> Any:
-        if member.startswith("__"):  # the import system looks these up
+        if member.startswith("__"):  # the import system looks up such attributes
             raise AttributeError(member)
-        return type(member, (), {}) if self.is_importing else getattr(importlib.import_module(self.__name__), member)  # noqa: TID251 of libraries alone
+        return type(member, (), {}) if self.is_importing else getattr(importlib.import_module(self.__name__), member)  # noqa: TID251 - imports only libraries
 
 
 def preload(module: str, *unused: str) -> None:
@@ -34,8 +34,8 @@ def preload(module: str, *unused: str) -> None:
     before = set(sys.modules)
     sys.modules.update(stand_ins)
     try:
-        importlib.import_module(module)  # noqa: TID251 of libraries alone
-    except Exception:  # noqa: BLE001 - whatever an unknown version does with a stand-in
+        importlib.import_module(module)  # noqa: TID251 - imports only libraries
+    except Exception:  # noqa: BLE001 - a stand-in may break an unknown version in any way
         for name in set(sys.modules) - before:
             if name.partition(".")[0] == module.partition(".")[0]:
                 del sys.modules[name]

@@ -89,7 +89,7 @@ class TextLines(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - overrides a method of logging
         return safetext.line(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802

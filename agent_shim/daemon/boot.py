@@ -42,7 +42,7 @@ LEFT_TO_THE_CONTAINER: Final = (
 )
 """Boot steps of the Go agent that are omitted, because the container runtime has already done them."""
 
-GO_AGENT_PASSWORD: Final = "random-password"  # noqa: S105 - public, no secret
+GO_AGENT_PASSWORD: Final = "random-password"  # noqa: S105 - this password is public
 """The Go agent's fixed password in monit.user."""
 
 RUN: Final = Path("/run")
@@ -264,7 +264,7 @@ def _kill_one_process() -> str | None:
 
 
 def _make_temporary_files(paths: Paths) -> None:
-    for path in (Path("/tmp"), Path("/var/tmp")):  # noqa: S108 - these very directories are meant
+    for path in (Path("/tmp"), Path("/var/tmp")):  # noqa: S108 - the function creates these directories
         files.make_dir(path, 0o1777, paths.shared_owner)
     files.make_dir(RUN, 0o755, "root:root")
 

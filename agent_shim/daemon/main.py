@@ -179,7 +179,8 @@ class Daemon:
         elif live.endings.orderly_stop is not None:
             live.endings.orderly_stop.hurry.set()
         else:
-            # The container is killed at the end of the grace period. Leave one second of it for the agent's own exit.
+            # The container is killed at the end of the grace period. Leave one second of the period for the agent's
+            # exit.
             stopping = live.endings.begin_orderly_stop(max(1.0, self._config.shim.grace - 1))
             stopping.add_done_callback(lambda _: self._stop.set())
 

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 NAME: Final = "monit"
 """Process name, which makes ``pgrep monit`` find this process."""
 THREADS: Final = 4
-ANY: Final = "0.0.0.0"  # noqa: S104 - where the control file names no address, as monit
+ANY: Final = "0.0.0.0"  # noqa: S104 - monit's default if the control file names no address
 _COUNT: Final = struct.Struct("i")
 _STATE: Final = struct.Struct("256s4iQ")
 """``State_T`` of monit 5.2.5: name, mode, starts, cycles, monitored (0: no), error."""
@@ -285,7 +285,7 @@ class MonitDaemon:
 
     def _observed(self) -> AbstractAsyncContextManager[object]:
         """Serve metrics and probes for the duration of the block."""
-        # Imported late, because the metrics libraries take 4 MB and a third of the start time.
+        # Imported late, because the metrics libraries use 4 MB and would take a third of the start time.
         from agent_shim.edges import metrics
 
         def read() -> metrics.Readings:

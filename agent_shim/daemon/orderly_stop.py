@@ -61,7 +61,7 @@ class OrderlyStop(msgspec.Struct):
         ends_at = self.ends_at = time.monotonic() + self.grace
         reserve = min(KILL_RESERVE_S, self.grace / 2)
         is_stopped = await asyncio.to_thread(agent.paths.stopped_marker.exists)
-        # If the jobs are stopped, the Director has already run their scripts. Running drain scripts again might wait
+        # If the jobs are stopped, the Director has already run their scripts. A drain script that ran again might wait
         # for a database that has been stopped.
         jobs = [] if is_stopped else agent.spec.current.job_names
         scripts = ends_at - reserve

@@ -108,7 +108,7 @@ class Runtime:
             return store.current.source.env.bosh.agent.settings.settling_time
 
         supervisor = Supervisor(paths, on_event=self._raise_alert, is_strict=shim.bpm.strict, settling=settling)
-        edges = EdgeCallbacks(self._announce_shutdown, self._reconnect, lambda: self.endings.begin_shutdown())  # noqa: PLW0108 - they come after it
+        edges = EdgeCallbacks(self._announce_shutdown, self._reconnect, lambda: self.endings.begin_shutdown())  # noqa: PLW0108 - self.endings is created later
         self._workers = workers.Workers()
         self.agent = assemble(
             paths,
@@ -153,7 +153,7 @@ class Runtime:
             return NoBus()
         agent_id, mbus, handle = store.current.agent_id, store.current.mbus, self.dispatcher.handle
         if is_https(mbus):
-            # Imported late, because an agent that uses NATS does not need the 9 MB that aiohttp takes.
+            # Imported late, because an agent that uses NATS does not need aiohttp, which uses 9 MB.
             from agent_shim.edges.bus.https import HttpsBus
 
             return HttpsBus(mbus, partial(handle, limit=None), paths.blobs, on_connected=self._connected)
@@ -310,8 +310,8 @@ class Runtime:
 
     def _raise_alert(self, event: Event) -> None:
         of_settings = self.agent.settings.current.source.networks.values()
-        # The settings lack the addresses of dynamic networks. Take these from the stored spec, where ``apply`` filled
-        # them in.
+        # The settings lack the addresses of dynamic networks. Take these addresses from the stored spec, into which
+        # ``apply`` wrote them.
         stored = [each for each in self.agent.spec.current.networks.values() if isinstance(each, dict)]
         ips = {each.ip for each in of_settings if each.ip} | {str(each["ip"]) for each in stored if each.get("ip")}
         self.alerts.raise_alert(event.service, event.event, event.action, event.description, ips)

@@ -228,8 +228,8 @@ class Director:
         reply = self._waiting.pop(subject.rpartition(".")[2], None)
         with contextlib.suppress(ValueError):
             document = json.loads(data)
-            # Drop a reply that is not an object. As in the real Director, even such a reply ends the wait for a proper
-            # one, so the request times out.
+            # Drop a reply that is not an object. As with the real Director, the request then times out, because even
+            # such a reply removes it from the waiting requests.
             if reply is not None and not reply.done() and isinstance(document, dict) and document:
                 reply.set_result(document)
 

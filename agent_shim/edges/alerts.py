@@ -108,7 +108,7 @@ class Alerts:
 
     def raise_alert(self, service: str, event: str, action: str, description: str, ips: Iterable[str]) -> None:
         """Queue an alert. Ignores recoveries and repetitions."""
-        message = self._encode(service, event, action, description, ips, time.time())  # noqa: TID251 created_at of an alert
+        message = self._encode(service, event, action, description, ips, time.time())  # noqa: TID251 - created_at is wall time
         if message is None:
             return
         if self._is_repeated((service, event, action)):
@@ -139,7 +139,7 @@ class Alerts:
             message = self.waiting[0]
             await self._publish(self._subject, message)
             self.sent += 1
-            if self.waiting and self.waiting[0] is message:  # if not, it was dropped while it was being sent
+            if self.waiting and self.waiting[0] is message:  # it may have been dropped while it was being sent
                 self.waiting.popleft()
 
     def _is_repeated(self, kind: tuple[str, str, str]) -> bool:

@@ -191,7 +191,7 @@ class MachineFacts:
         }
 
 
-def document(shown: Mapping[str, Any], here: MachineFacts, *, version: int, daemon: About = About()) -> str:  # noqa: B008 - frozen
+def document(shown: Mapping[str, Any], here: MachineFacts, *, version: int, daemon: About = About()) -> str:  # noqa: B008 - the struct is frozen
     """Render the status as one line of XML. Version 1 has elements where version 2 has attributes."""
     services = shown.get("services", ())
     incarnation = daemon.incarnation or here.begun_at

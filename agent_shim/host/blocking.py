@@ -58,7 +58,7 @@ async def call(owner: str, work: Callable[[], T], *, timeout: float = TIMEOUT_S,
 
     try:
         async with asyncio.timeout(timeout):
-            while not _acquire(owner, is_urgent=is_urgent):  # noqa: ASYNC110 - rare: calls of one owner, or hung servers
+            while not _acquire(owner, is_urgent=is_urgent):  # noqa: ASYNC110 - rarely waits
                 await asyncio.sleep(_POLL_S)
             try:
                 threading.Thread(target=run, name=owner, daemon=True).start()

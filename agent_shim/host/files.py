@@ -53,7 +53,7 @@ def read(path: Path, limit: int = MAX_FILE_BYTES, *, is_own: bool = False) -> by
     try:
         fd = os.open(path, flags)
     except OSError as exc:
-        if exc.errno in (errno.ELOOP, errno.ENXIO):  # it is a link or a socket
+        if exc.errno in (errno.ELOOP, errno.ENXIO):  # the path is a link or a socket
             raise OSError(errno.EINVAL, "it is not a regular file", str(path)) from exc
         raise
     with closing(fd):
@@ -139,8 +139,8 @@ def _settle(fd: int, mode: int, owner: str | None) -> None:
         try:
             os.fchmod(fd, mode)
         except PermissionError as exc:
-            # This can only be a directory on a volume. Files that we create have the right mode from the start, so no
-            # secret is exposed.
+            # Only a directory on a volume can belong to another user. Files that we create have the right mode from the
+            # start, so no secret is exposed.
             logger.warning("cannot change the mode %o of a file of another user: %s", found, exc.strerror)
 
 
@@ -280,8 +280,8 @@ def version(path: Path) -> tuple[int, int, int] | None:
 
 
 def _write_in_place(path: Path, data: bytes) -> None:
-    # Truncate only after writing, so that a concurrent reader never sees an empty file. It may see the new content
-    # followed by the end of the old content.
+    # Truncate only after writing, so that a concurrent reader never sees an empty file. The reader may see the new
+    # content followed by the end of the old content.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb") as file:
         file.write(data)
         file.truncate()
@@ -361,12 +361,12 @@ def swap_link(target: Path, link: Path) -> None:
     atomic.
     """
     with suppress(OSError):  # ``link`` does not exist or is not a link
-        if os.readlink(link) == str(target):  # noqa: PTH115 - once for each package in each job
+        if os.readlink(link) == str(target):  # noqa: PTH115 - faster, and called for each package of each job
             return
     temp = sibling(link)
     with attempting(f"link {link} to {target}"):
         with suppress(FileExistsError):
-            os.symlink(target, link)  # noqa: PTH211 - the usual case, thousands of times
+            os.symlink(target, link)  # noqa: PTH211 - faster, and called thousands of times
             return
         temp.symlink_to(target)
         try:
@@ -456,7 +456,7 @@ def write_all(target: int, data: bytes | memoryview) -> None:
 
 def sync_filesystem(path: Path) -> None:
     """Sync the whole file system of ``path``, which is one call instead of thousands of fsyncs."""
-    import ctypes  # imported late, because it takes half a megabyte and most processes never need it
+    import ctypes  # imported late, because it uses half a megabyte and most processes never need it
 
     with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
         if ctypes.CDLL(None, use_errno=True).syncfs(fd) != 0:

@@ -206,7 +206,7 @@ def _refused(what: str) -> HostError:
 
 @functools.cache
 def _libc() -> ctypes.CDLL:
-    import ctypes  # imported late, because it takes half a megabyte and most pods never need it
+    import ctypes  # imported late, because it uses half a megabyte and most pods never need it
 
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)

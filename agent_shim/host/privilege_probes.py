@@ -138,7 +138,7 @@ def is_clock_synchronized() -> bool | None:
     """
     import ctypes
 
-    state: int = _libc().adjtimex(ctypes.create_string_buffer(512))  # all zeros: change nothing
+    state: int = _libc().adjtimex(ctypes.create_string_buffer(512))  # a struct of zeros changes nothing
     return None if state < 0 else state != _TIME_ERROR
 
 
@@ -152,6 +152,6 @@ def _checked(result: int) -> int:
 
 
 def _libc() -> ctypes.CDLL:
-    import ctypes  # imported late, because it takes half a megabyte and only the doctor needs it
+    import ctypes  # imported late, because it uses half a megabyte and only the doctor needs it
 
     return ctypes.CDLL(None, use_errno=True)

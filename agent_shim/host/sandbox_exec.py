@@ -252,14 +252,14 @@ def _become(spec: ExecSpec, rules: Sequence[tuple[int, int]] = ()) -> None:
             _prctl(_NO_NEW_PRIVS, 1)
     with _step("enter its directory"):
         os.chdir(spec["cwd"])
-        if os.getcwd() != spec["cwd"]:  # noqa: PTH109 - entered over a link, which the kernel does not remember
+        if os.getcwd() != spec["cwd"]:  # noqa: PTH109 - getcwd resolves links, so PWD has to name the given path
             spec["env"].setdefault("PWD", spec["cwd"])
     may_mount = spec["keeps_privileges"] or _SYS_ADMIN in spec["capabilities"]
     with _step("confine it"):
         if spec["binds"] is not None and not spec["namespaces"]:
             _restrict(rules, may_signal=spec["may_signal"])
         elif spec["namespaces"] and not may_mount and landlock_version():
-            # This rule allows access to all files. Its only effect is that Landlock always forbids mounting, even in a
+            # This rule allows access to all files. Its only purpose is that Landlock then forbids mounting, even in a
             # new user namespace.
             _restrict([(trusted_path.hold("/"), _EVERYTHING)], may_signal=True)
 
@@ -352,7 +352,7 @@ def make_shared(path: str) -> None:
             number = next(line.split()[1] for line in file if line.startswith(b"mnt_id:"))
         with open("/proc/self/mountinfo", "rb") as file:
             fields = next((fields for line in file if (fields := line.split())[0] == number), [])
-        there = os.readlink(path_of_fd)  # noqa: PTH115 - pathlib would be loaded for this alone
+        there = os.readlink(path_of_fd)  # noqa: PTH115 - only this would need pathlib
         is_mounted = len(fields) > 4 and _unescaped(fields[4]) == there
         if not is_mounted:
             _mount(path_of_fd, path_of_fd, None, _MS_BIND | _MS_REC)
@@ -410,7 +410,8 @@ def _make_root(binds: Sequence[BindMount], *, is_masked: bool) -> None:
     os.chdir(_NEW_ROOT)
     if root is not None:
         _mount("tmpfs", "dev", "tmpfs", *empty)
-        # Leave out paths that are links in that root, such as /bin, because their targets are part of the root too.
+        # Leave out paths that are links in the requested root, such as /bin, because the root contains their targets
+        # too.
         trees = {path: tree for path, tree in trees.items() if not os.path.islink(path[1:])}  # noqa: PTH114
     umask = os.umask(0o022)
     for kind, path, flags, options in _KERNEL:
@@ -423,7 +424,7 @@ def _make_root(binds: Sequence[BindMount], *, is_masked: bool) -> None:
                 _make_point(each[1:], is_directory=stat.S_ISDIR(os.fstat(tree).st_mode))
     for path, target in _LINKS.items():
         with contextlib.suppress(FileExistsError):
-            os.symlink(target, path[1:])  # noqa: PTH211 - pathlib would be loaded for this alone
+            os.symlink(target, path[1:])  # noqa: PTH211 - only this would need pathlib
     os.umask(umask)
     _checked(_libc().pivot_root(b".", b"."), "pivot_root")
     _checked(_libc().umount2(b".", _MNT_DETACH), "umount")
@@ -487,7 +488,7 @@ def _mask() -> None:
             _set_attributes(tree, "", _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV | _ATTR_NOEXEC)
             _attach(tree, path)
     for path in _MASKED:
-        if os.path.isdir(path):  # noqa: PTH112 - pathlib would be loaded for this alone
+        if os.path.isdir(path):  # noqa: PTH112 - only this would need pathlib
             _mount("tmpfs", path, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "mode=0000,size=4k")
         elif os.path.exists(path):  # noqa: PTH110
             _attach(_open_tree(os.devnull), path)
@@ -509,7 +510,7 @@ def _enter(spec: ExecSpec, pid: int) -> int:
         descriptor = os.pidfd_open(pid)
         _checked(_libc().setns(descriptor, flags), "setns")
         os.close(descriptor)
-    child = os.fork()  # because a process can change the pid namespace only for future children
+    child = os.fork()  # setns changes the PID namespace only for future children
     if child == 0:
         _take_terminal(spec)
         _become(spec)
@@ -530,7 +531,7 @@ def _run_below_init(spec: ExecSpec) -> None:
     orphans, and exits with the program's status. In a pid namespace its exit kills all other processes.
     """
     program = spec["argv"][0]
-    os.stat(program)  # noqa: PTH116 - raises
+    os.stat(program)  # noqa: PTH116 - raises if the program is missing
     if not os.access(program, os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), program)
     if os.getpid() != 1:
@@ -545,7 +546,7 @@ def _run_below_init(spec: ExecSpec) -> None:
     if child == 0:
         os.setpgid(0, 0)
         if spec["terminal"] is not None:
-            os.tcsetpgrp(spec["terminal"], os.getpid())  # SIGTTOU is blocked
+            os.tcsetpgrp(spec["terminal"], os.getpid())  # would stop this process if SIGTTOU were not blocked
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
     for descriptor in (0, 1, 2):

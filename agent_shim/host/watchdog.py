@@ -71,8 +71,8 @@ def watching(feed: Callable[[], None], period: float = 0.0) -> Iterator[None]:
                 logger.critical(text, "".join(_reading), END_AFTER_S, extra={"members": {"stack": stack}})
                 faulthandler.cancel_dump_traceback_later()
             elif missed_s >= END_AFTER_S:
-                # Dump the stacks in this thread, because it holds the GIL. faulthandler's timer thread does not, so it
-                # may crash if a frame changes during the dump.
+                # Dump the stacks in this thread, because it holds the GIL. faulthandler's timer thread does not hold
+                # the GIL, so it may crash if a frame changes during the dump.
                 faulthandler.dump_traceback()
                 os._exit(1)
             elif not missed_s and before >= REPORT_AFTER_S:

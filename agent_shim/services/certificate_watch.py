@@ -32,7 +32,7 @@ connection.
 class CertificateWatch:
     """Watches certificates. ``ends`` maps their names to their expiry (seconds since 1970) as of the last check."""
 
-    def __init__(self, certificates: Callable[[], Mapping[str, str]], clock: Callable[[], float] = time.time) -> None:  # noqa: TID251 validity
+    def __init__(self, certificates: Callable[[], Mapping[str, str]], clock: Callable[[], float] = time.time) -> None:  # noqa: TID251 - validity is wall time
         """``certificates`` returns PEM texts by name. If a text contains several certificates, the latest expiry
         counts.
         """

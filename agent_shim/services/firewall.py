@@ -146,7 +146,8 @@ async def _addresses(urls: Collection[str]) -> Targets:
     found = set()
     for url in urls:
         parts = bus_address(url)
-        # Skip an empty host. It would mean the loopback address, so the rules would block the jobs' own ports there.
+        # Skip an empty host. It would stand for the loopback address, and the rules would block the jobs' own ports on
+        # that address.
         if not parts.hostname:
             continue
         kind, port = {"type": socket.SOCK_STREAM, "proto": socket.IPPROTO_TCP}, parts.port or NATS_PORT

@@ -166,7 +166,8 @@ class SettingsStore:
         except FileNotFoundError:
             return settings.UpdateSettings()
         except (OSError, SettingsError) as exc:
-            # This error is never fatal. If the file is incomplete, it is read again as soon as it changes.
+            # This error is never fatal. If the file is only incomplete, it will change, and the agent then reads it
+            # again.
             self._say(logging.ERROR, f"cannot use {path}: {exc}; ignoring its latest change")
             return self._current.update if self._current else settings.UpdateSettings()
 

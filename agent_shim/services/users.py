@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 PREFIX: Final = "bosh_"
 """Prefix of the names of users that may be removed. The Director uses it for all users that it creates."""
 GROUPS: Final = "vcap,admin,bosh_sudoers,bosh_sshers"
-NO_PASSWORD: Final = "*"  # noqa: S105 - the opposite of one
+NO_PASSWORD: Final = "*"  # noqa: S105 - locks the password
 """Stored in place of a password hash, so that no password matches."""
 _USER: Final = r"[a-z][a-z0-9_]{0,31}"
 
@@ -190,7 +190,7 @@ async def _end_processes(account: pwd.struct_passwd) -> None:
     await command.run(sys.executable, "-I", "-S", "-c", _KILL_ALL, str(account.pw_uid), str(unused))
     try:
         async with asyncio.timeout(EXIT_TIMEOUT_S):
-            while await asyncio.to_thread(_has_processes, account.pw_uid):  # noqa: ASYNC110 - no event to wait for
+            while await asyncio.to_thread(_has_processes, account.pw_uid):  # noqa: ASYNC110 - no event reports these exits
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
         why = "some do not end when they are killed"

@@ -55,7 +55,7 @@ DEFAULT_OPEN_FILES: Final = 524288
 MAX_PIDFILE_DELAY_S: Final = 5.0
 """Maximum seconds between the start of a process and the writing of its pidfile."""
 
-TEMPORARY: Final = ("/tmp", "/var/tmp")  # noqa: S108 - shared without a mount namespace
+TEMPORARY: Final = ("/tmp", "/var/tmp")  # noqa: S108 - jobs share these without a mount namespace
 SCRATCH: Final = ("/dev", "/proc", *TEMPORARY)
 PATH: Final = "{jobs}/{job}/bin:/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin:."
 
@@ -174,8 +174,8 @@ class Bpm:
             return None
         if owner := keepers.owner(found.identity):
             return found.identity if owner == shortened(entry.label) else None
-        # The process was started by an agent without keepers, so check the pidfile's time. That agent wrote it right
-        # after the start.
+        # The process was started by an agent without keepers, which wrote the pidfile right after the start. Check that
+        # the times match.
         age = pidfile.modified - clock.wall_time_of(found.start_ticks)
         return found.identity if -0.1 < age < MAX_PIDFILE_DELAY_S else None
 
@@ -418,8 +418,8 @@ class Bpm:
         found += [bind("/sys"), bind(str(paths.instance))]
         if not is_apart:
             found += [bind(each, write=True) for each in SCRATCH]
-            # This reveals the names of other jobs, but it is necessary, because bosh-dns reads each of these files and
-            # exits if it cannot.
+            # These mounts reveal the names of other jobs, but they are necessary, because bosh-dns reads the files of
+            # each job and exits if it cannot.
             found += [bind(str(each)) for each in paths.jobs.glob("*/.bosh")]
         elif paths.is_system:
             found += [bind(each, source=temporary, write=True) for each in TEMPORARY]
@@ -624,7 +624,7 @@ def _most(which: int, wanted: int, held: Container[str]) -> int:
 
 def _matching(volumes: Sequence[bpm.Volume]) -> list[bpm.Volume]:
     """Expand the glob of each volume. It is not an error if nothing matches."""
-    return [msgspec.structs.replace(volume, path=path) for volume in volumes for path in glob.glob(volume.path)]  # noqa: PTH207 - text
+    return [msgspec.structs.replace(volume, path=path) for volume in volumes for path in glob.glob(volume.path)]  # noqa: PTH207 - the paths are strings
 
 
 def _make_kept(path: Path, mode: int, owner: str | None) -> None:

@@ -165,7 +165,7 @@ async def _addresses(
     look_up = partial(socket.getaddrinfo, host, port, type=kind)
     try:
         found = await blocking.call(f"look up {host}", look_up, timeout=timeout)
-    except UnicodeError as exc:  # a label that is empty or too long
+    except UnicodeError as exc:  # a label of the host name is empty or too long
         raise OSError(errno.EINVAL, "no host can have this name") from exc
     return [(family, address) for family, _, _, _, address in found]
 
@@ -229,7 +229,7 @@ class PageReader:
 
     def on_headers_complete(self) -> None:
         self.has_status_line = True
-        # The last status counts, because interim responses such as 100 Continue may precede it.
+        # Use the status of the last response, because interim responses such as 100 Continue may precede it.
         self.status = self.parser.get_status_code()
         self.has_head = self.status >= FINAL_STATUS
 
@@ -245,7 +245,7 @@ class PageReader:
         """Feed data to the parser. Raises ``_WrongError`` if the data is not HTTP."""
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # status 101: http ends here, and monit accepts it as an answer
+        except httptools.HttpParserUpgrade:  # another protocol follows status 101, which monit accepts as an answer
             self.has_head = self.is_whole = True
         except httptools.HttpParserError as exc:
             if not self.has_status_line:

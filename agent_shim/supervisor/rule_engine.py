@@ -174,7 +174,7 @@ class RuleEngine:
         table = await asyncio.to_thread(_CycleProcesses) if any(service.spec.is_process for service, _ in due) else None
         for service, watch in due:
             for key, look in self._looks(service, watch, table):
-                if key not in watch.busy:  # the previous test may still hang
+                if key not in watch.busy:  # the previous test may still be running
                     checks.create_task(_check(service, watch, key, look), name="check")
         return table.cost if table is not None else 0.0
 

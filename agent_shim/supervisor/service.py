@@ -494,7 +494,7 @@ class Service:
         if sum(at >= since for at in self._restarted_at) >= limit.count:
             said = f"{limit.count} restarts within {limit.cycles} cycles"
             self.notify("Timeout", limit.reaction.kind, said)
-            if limit.reaction.kind not in ("start", "restart"):  # these are already in progress
+            if limit.reaction.kind not in ("start", "restart"):  # a start or restart is already in progress
                 await self.react(limit.reaction, "Timeout", said)
 
     async def _bring_up(self) -> None:
@@ -523,7 +523,7 @@ class Service:
             if not spec.is_process and record.state is State.RESTARTING:
                 await self._run_stop()
             # Do not kill a live process that the pidfile no longer names. Run the start program once, as monit does,
-            # because it may write that process's pid to the pidfile.
+            # because the start program may write the pid of that process to the pidfile.
             if spec.is_process and self._starter is self._by_ctl and doubted is None:
                 await self._keepers.clear(spec.labels, self._others(), self._timing.grace)
             with watchdog.reading(spec.name, "its pidfile"):
@@ -557,7 +557,8 @@ class Service:
             self.notify("Exists", "alert", f"process is running with pid {finder.pid}")
             self.on(Trigger.SETTLED)
             return
-        is_young = time.monotonic() - finder.up_at < self._timing.cycle  # monit would not have seen it yet
+        # monit checks once per cycle, so it would not have seen this process yet.
+        is_young = time.monotonic() - finder.up_at < self._timing.cycle
         if not await self._has_successor(how):
             await self._lost(how)
         elif not (is_settling or is_young) and (before is None or finder.pid != before.pid):

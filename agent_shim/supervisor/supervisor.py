@@ -84,7 +84,7 @@ class Supervisor:
         paths: Paths,
         *,
         on_event: Callable[[Event], None],
-        timing: Timing = Timing(),  # noqa: B008 - frozen
+        timing: Timing = Timing(),  # noqa: B008 - the struct is frozen
         is_strict: bool = False,
         settling: Callable[[], float] = lambda: 0.0,
         has_bpm: bool = True,
@@ -103,7 +103,7 @@ class Supervisor:
         self._paths = paths
         self._readings = ProcessStats()
         self._kills = Kills()
-        self._checks = RuleEngine(self._all, lambda: self._readings.memory_total(), timing.cycle)  # noqa: PLW0108 - it may change
+        self._checks = RuleEngine(self._all, lambda: self._readings.memory_total(), timing.cycle)  # noqa: PLW0108 - this attribute may be replaced later
         self._programs = Programs(paths)
         self._programs.keepers.on_loss = self._lost_keeper
         user = "vcap" if paths.is_system else None

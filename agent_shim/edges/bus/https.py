@@ -345,7 +345,7 @@ class HttpsBus:
             file = stack.enter_context(files.replacing(path, mode=0o640))
             async for chunk in body:
                 size += await asyncio.to_thread(file.write, chunk)
-            await asyncio.to_thread(stack.pop_all().close)  # sync and rename
+            await asyncio.to_thread(stack.pop_all().close)  # closing the file syncs and renames it
         return size
 
     async def _send_blob(self, request: web.BaseRequest, blob_id: str) -> web.StreamResponse:

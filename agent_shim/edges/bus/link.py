@@ -357,7 +357,7 @@ class Link:
             await self._client.flush(NEVER_S)
         except nats_errors.Error as exc:
             self.end(str(exc))
-        if self.wire.reads > before:  # otherwise nats-py has stopped reading, and the call returned immediately
+        if self.wire.reads > before:  # if nothing was read, nats-py has stopped reading, and flush does not wait
             self._answers += 1
             self.wire.unread = 0
 

@@ -282,7 +282,7 @@ class NatsBus:
             is_refused = False
             try:
                 left = began + self._timing.unreachable - time.monotonic()
-                async with asyncio.timeout(max(left, self._timing.connect)):  # there may be many addresses to try
+                async with asyncio.timeout(max(left, self._timing.connect)):  # for all addresses together
                     return await self._connect(mbus)
             except BusError as exc:
                 is_refused, why = isinstance(exc, CredentialsError), str(exc)

@@ -135,7 +135,7 @@ class View(msgspec.Struct, frozen=True):
             # bound here from elsewhere.
             is_ours = cid == self.managed or disk.volume != point.path
             return cid if is_ours and cid not in self.unmounted else ""
-        return point.marker.cid if point.marker and point.marker.role else ""  # a disk whose hint was removed
+        return point.marker.cid if point.marker and point.marker.role else ""  # the disk's hint may have been removed
 
     @property
     def has_unknown_volume(self) -> bool:
@@ -330,7 +330,7 @@ def mount(view: View, cid: str) -> list[Step]:
         raise ActionError(f"the volume at {disk.volume} is marked as disk {disk.marker.cid}, not {cid} {hint}")
     steps = _take(disk)
     if cid == view.on_target:
-        return steps + _claim(view, disk, "target")  # an earlier agent may have been killed before it made the record
+        return steps + _claim(view, disk, "target")  # an agent may have been killed before it recorded the claim
     occupant = view.on_store
     if not occupant and disk.is_empty is None:
         raise ActionError(f"cannot read the volume of disk {cid} at {disk.volume}")
@@ -384,8 +384,8 @@ def unmount(view: View, cid: str) -> list[Step]:
     if volume is not None:
         steps.append(Sync(volume))
     if point is not None and point.path != volume:
-        # Removing the mount is optional. It may be impossible if the container was created with the mount, but the disk
-        # is considered unmounted anyway.
+        # The mount need not be removed for the disk to be considered unmounted. Removing it may be impossible, because
+        # the container was created with the mount.
         steps.append(TakeAway(point.path, is_optional=True))
     if disk is not None and disk.role is not None:
         steps += _unclaim(view, disk, is_managed=view.managed == cid)

@@ -178,7 +178,7 @@ def stream(directory: Path, *, as_json: bool, out: TextIO) -> None:
         follower = Follower(directory, rate=RATE_BYTES_PER_S)
         list(follower.last(0))  # skip the existing content
         pause = threading.Event()
-        with suppress(OSError, ValueError):  # the reader is gone
+        with suppress(OSError, ValueError):  # stop when the reader is gone
             while not pause.wait(POLL_S):
                 for line in follower.poll():
                     data = f"{line.as_json() if as_json else line.plain()}\n".encode(errors="backslashreplace")

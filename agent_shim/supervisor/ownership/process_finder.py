@@ -200,7 +200,7 @@ class ProcessFinder:
             return ending.NoPid()
         if spec.is_process:
             return ending.of_status(await self.process.wait() if self.process is not None else None)
-        while await self.look_at_path(spec):  # noqa: ASYNC110 - removal sends no event
+        while await self.look_at_path(spec):  # noqa: ASYNC110 - no event reports a removed path
             await asyncio.sleep(self._timing.look)
         return ending.PathMissing(spec.path)
 
