@@ -162,7 +162,7 @@ async def test_s4_instance_is_starting_until_its_settling_time_is_over(tmp_path:
     """The settling time delays ``post-start``, as monit does because it checks new processes only in its next cycle."""
     async with made(tmp_path, env={"bosh": {"agent": {"settings": {"settling_time": seconds}}}}) as world:
         await deployed(world, "web")
-        assert (await world.value("get_state"))["job_state"] == "running"  # as no job is monitored yet
+        assert (await world.value("get_state"))["job_state"] == "running"  # no service is monitored yet
         await world.value("start")
 
         async with asyncio.timeout(20):

@@ -207,7 +207,7 @@ async def test_command_blobstore_works_with_an_s3_store(tmp_path: Path) -> None:
             blob_id = await compile_two_packages(world, "source", DIGEST)
             assert s3("GET", f"{bucket}/{blob_id}")[:2] == b"\x1f\x8b"
 
-            (world.paths.log / "big.log").write_bytes(os.urandom(20 << 20))  # uploaded in more than one part
+            (world.paths.log / "big.log").write_bytes(os.urandom(20 << 20))  # large enough for several parts
             logs = await world.value("fetch_logs", "job", None)
             assert hashlib.sha1(s3("GET", f"{bucket}/{logs['blobstore_id']}")).hexdigest() == logs["sha1"]
 

@@ -26,7 +26,7 @@ PIDS = Path(__file__).with_name("pids")
 
 def start(tmp_path):
     process = subprocess.Popen(["sleep", "600"], env={"OF": f"{tmp_path}/x"}, start_new_session=True)
-    process.returncode = 0  # nobody waits for it
+    process.returncode = 0  # prevent a warning, because no code waits for the process
     with PIDS.open("a") as file:
         file.write(f"{process.pid}\\n")
 

@@ -96,7 +96,7 @@ class MonitTree:
 
     async def document(self) -> ET.Element | None:
         code, text = await self.call("/_status2?format=xml")
-        return ET.fromstring(text.encode("latin-1")) if code == 200 else None  # noqa: S314 - our own
+        return ET.fromstring(text.encode("latin-1")) if code == 200 else None  # noqa: S314 - written by our daemon
 
     async def states(self) -> dict[str, str]:
         """Return the states that the Go agent would read for the services of the group ``vcap``

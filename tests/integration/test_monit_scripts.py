@@ -129,7 +129,7 @@ echo restarted >>$log""",
     rule = f'if 1 restart within 1 cycles then exec "{restart}"'
     start = "echo $$ >$pidfile; exec sleep 600"
     files = [world.job("router"), world.job("router-healthchecker", start, "exit 0", rule)]
-    world.timing = replace(world.timing, cycle=2)  # so that a restart is shorter than a cycle even on a busy machine
+    world.timing = replace(world.timing, cycle=2)  # longer than a restart, even on a busy machine
     async with answering(world, *files) as supervisor:
         before = (await in_state(supervisor, "router", "running")).pid
         await in_state(supervisor, "router-healthchecker", "running")

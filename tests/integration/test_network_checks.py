@@ -50,7 +50,7 @@ async def silence(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     await reader.read()
 
 
-async def run_check(talk: Talk, protocol: Protocol = Protocol(), timeout: int = 5) -> str:  # noqa: B008 - frozen
+async def run_check(talk: Talk, protocol: Protocol = Protocol(), timeout: int = 5) -> str:  # noqa: B008 - the struct is frozen
     """Run a network check against a server that behaves like ``talk``. Return the error message, or "" if the check
     passes.
     """

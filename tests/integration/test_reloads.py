@@ -51,8 +51,8 @@ async def test_process_that_replaces_the_main_process_in_a_reload_is_followed_an
     world: JobTree, how: str, old: str, is_of_another_job: bool
 ) -> None:
     """The start program does not run again, and the stop ends both the old and the new process."""
-    # A daemon empties its pidfile before it writes its pid. Leave so much time between two checks that not both of them
-    # see the empty file, even on a busy machine.
+    # A daemon empties its pidfile before it writes its pid. Two consecutive checks must not both see the empty file,
+    # even on a busy machine, so leave enough time between checks.
     world.timing = msgspec.structs.replace(world.timing, look=0.5)
     reload = RELOADS[how] + ("; kill $old" if old == "ends" else "")
     async with world.checking(*proxy(world, reload, is_of_another_job=is_of_another_job)) as supervisor:

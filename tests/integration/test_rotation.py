@@ -311,7 +311,7 @@ async def test_agent_does_not_rotate_if_logrotate_cannot_be_disabled(
     rule = Paths(logs.parents[2]).logrotate_rule
     rule.parent.mkdir(parents=True)
     rule.write_text("the Go agent's")
-    (rule.parent / "vcap.disabled").mkdir()  # makes it impossible to rename the rule
+    (rule.parent / "vcap.disabled").mkdir()  # the rule cannot be renamed over a directory
     log = logs / "web/web.log"
     log.write_text("x" * 200)
 

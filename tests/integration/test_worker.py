@@ -247,7 +247,7 @@ async def test_file_lease_of_a_job_does_not_block_an_install(paths: Paths, tmp_p
     (paths.blobs / source.blob_id).rename(store / (source.blob_id if planted == "lease" else "other"))
     if planted == "link":
         (store / source.blob_id).symlink_to("other")
-    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel sends it to the lease holder
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # sent by the kernel to the lease holder
     with (store / source.blob_id).open("rb+") as owner:
         if planted == "lease":
             fcntl.fcntl(owner.fileno(), fcntl.F_SETLEASE, fcntl.F_WRLCK)

@@ -27,11 +27,13 @@ STEMCELL = "SHIM_TEST_STEMCELL"
 ENTER = """
 set -eu
 mount --make-rprivate /
-# LXD looks for its bridge in /sys/class/net, which shows the network namespace of the mount.
+# Mount /sys again, because LXD looks for its bridge in /sys/class/net, which shows the network namespace in which /sys
+# was mounted.
 cgroups=$(mktemp -d)
 mount --rbind /sys/fs/cgroup "$cgroups"
 mount -t sysfs sysfs /sys
-# LXC 7, which Incus uses, supports only cgroup v2. It gets that hierarchy of a hybrid layout, without controllers.
+# LXC 7, which Incus uses, supports only cgroup v2. On a machine with the hybrid layout, show it only the v2 hierarchy,
+# which has no controllers there.
 if [ "${LXD:-}" = incus ] && [ -d "$cgroups/unified" ]; then
     cgroups=$cgroups/unified
 fi

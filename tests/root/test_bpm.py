@@ -38,12 +38,12 @@ if not paths.sys.is_symlink():
 for name in ("data/tools/tool", "data/shown/tool", "packages/tool/bin/tool"):
     shutil.copy("/bin/true", paths.base / name)
 shutil.chown(paths.base / "data/shown", "vcap")
-# What jobs must not inherit: further groups, and being spared when memory runs out.
+# Jobs must inherit neither the agent's supplementary groups nor its protection from the OOM killer.
 os.setgroups([0, 4, 1001])
 try:
     Path("/proc/self/oom_score_adj").write_text("-500")
 except PermissionError:
-    pass  # this machine lets nothing be spared
+    pass  # this machine does not allow lowering the OOM score
 (paths.etc / "sv").mkdir(exist_ok=True)
 (paths.etc / "sv/secret").write_text("secret")
 script = paths.jobs / "web/bin/look"
@@ -53,14 +53,14 @@ hook.write_text("#!/bin/sh\\necho hook $(id -u) $NAME\\n")
 hook.chmod(0o755)
 (paths.jobs / "web/config/bpm.yml").write_text(os.environ["BPM_YML"])
 
-# Others on this kernel have jobs of the same name: here they are counted below a cgroup of this process alone.
+# Other tests on this kernel have jobs with the same names, so create the job cgroups below a cgroup of this process.
 groups = []
 for hierarchy in dict.fromkeys(filter(None, (cgroups.find().memory, cgroups.find().pids))):
     top = job_cgroups.parent_of_job_cgroups(hierarchy)
     group = joined = top / f"test-{uuid.uuid4()}"
     group.mkdir()
     if hierarchy.version == 2:
-        # As systemd does it: a group that is ours, and we in a group below it.
+        # As systemd does, delegate a cgroup, and put this process into a subgroup.
         (top / "cgroup.subtree_control").write_text("+memory +pids")
         os.setxattr(group, "user.delegate", b"1")
         joined = group / "agent"
@@ -76,7 +76,7 @@ def remove(group):
 async def leave():
     for own, group in groups:
         (own / "cgroup.procs").write_text("0")
-        for _ in range(1000):  # what has been killed takes a while to go
+        for _ in range(1000):  # killed processes may still be exiting
             try:
                 remove(group)
                 break
@@ -143,13 +143,13 @@ def mount_in_user_namespace():
 def write(path):
     open(path, "w").close()
 def closed(path):
-    # Whether nothing of it can be read, and whether it cannot be written.
+    # Return whether the path is empty or unreadable, and whether it cannot be written.
     try:
         content = os.listdir(path) if os.path.isdir(path) else open(path, "rb").read(1)
     except OSError:
         content = ""
     return [not content, not os.access(path, os.W_OK)]
-is_harmless = os.getuid() != 0  # root outside of namespaces would do all of it, to the machine of the tests
+is_harmless = os.getuid() != 0  # as root without namespaces, the attempts would succeed on the machine of the tests
 status = dict(line.rstrip("\n").split(":\t", 1) for line in open("/proc/self/status") if ":\t" in line)
 outside = int(os.environ["OUTSIDE"])
 base = "/var/vcap"
@@ -454,7 +454,7 @@ def test_bpm_job_cannot_escape_its_isolation(look: Callable[[int], Any], level: 
 
 OUT_OF_MEMORY = """
 paths_of = monit("hungry")
-# Started once as it is: a start that is asked for again must not be it.
+# This process must keep its pid, which shows that only the process above its limit was killed.
 await supervisor.configure([*paths_of, JobFile("other", "", f'''check process other with pidfile {paths.base}/other.pid
   start program "/bin/sh -c 'echo $$ >{paths.base}/other.pid; exec sleep 600'"
   stop program "/bin/sh -c 'kill $(cat {paths.base}/other.pid)'"
@@ -745,7 +745,7 @@ for number, to_child in ((signal.SIGTERM, False), (signal.SIGKILL, True)):
         pass
     await until(lambda: "up" in out.read_text())
     init = proc.command_line(one.pid).split(" ")[0]
-    # The loop has at most one child of its own; what is left to the init is reaped.
+    # The loop has at most one child at a time. All other children must have been reaped by the init.
     await until(lambda: len(running(one.pid)) <= 3 and all(each.is_alive for each in running(one.pid)))
     child = next(each for each in running(one.pid) if each.parent == one.pid)
     process.send(child.identity if to_child else one.identity, number)

@@ -32,7 +32,7 @@ async def answer(request, _line, _peer):
     return msgspec.json.encode(await bpm_api.answer(supervisor.bpm, request))
 
 def deploy(job, files):
-    # As the Director and the agent leave it: root's, readable for vcap, behind a link.
+    # As after a deployment, the files belong to root, vcap can read them, and the job's path is a link.
     there = paths.data / "jobs" / job / "sha"
     for name, text in {".bosh/links.json": "[]", **files}.items():
         path = there / name
@@ -52,7 +52,7 @@ def monit_of(job, *processes):
 ''' for name in processes))
 
 async def call(*argv):
-    # The agent answers meanwhile.
+    # Wait without blocking the event loop, because the program may send requests to the control socket.
     output = paths.data / "output"
     running = process.spawn(list(argv), env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}, stdout=output, stderr=output)
     status = await running.wait()
@@ -79,7 +79,7 @@ async def answers(port):
 
 def children(pid):
     lines = [proc.command_line(each).split() for each in proc.children(proc.table()).get(pid, [])]
-    return sorted(line[0] for line in lines if line)  # what is ending has none
+    return sorted(line[0] for line in lines if line)  # an exiting process has no command line
 
 async with control_server.listening(paths.control_socket, answer):
     BODY
@@ -139,7 +139,7 @@ deploy("bosh-dns", {
           unsafe: {{unrestricted_volumes: [{{path: {sys.base_prefix}, allow_executions: true}}]}}
         ''',
     "config/config.json": '{"address": "127.0.0.1", "port": 853, "jobs_dir": "/var/vcap/jobs"}',
-    # The server starts before the jobs do.
+    # As in the release, pre-start starts the server, so it runs before any job.
     "bin/pre-start": f'''\
         #!/bin/bash -exu
         {tool} start bosh-dns
@@ -227,7 +227,7 @@ deploy("haproxy", {
         }
         trap shutdown QUIT INT TERM EXIT
         haproxy -f /var/vcap/jobs/haproxy/config/haproxy.config -W -p ${PID_FILE} -D
-        until [ -s ${PID_FILE} ]; do sleep 0.1; done  # a busy machine writes it late
+        until [ -s ${PID_FILE} ]; do sleep 0.1; done  # haproxy may write the file late on a busy machine
         while [ -f ${DRAIN_LOCK} ] || kill -0 $(cat ${PID_FILE}) 2>/dev/null; do sleep 0.2 || true; done
         ''',
     "bin/reload": '''\

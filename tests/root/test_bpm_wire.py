@@ -41,7 +41,7 @@ while :; do sleep 0.05; done
 
 
 TRACED = f"""
-rm -f /tmp/trace  # of the former trace, whose calls are not those of this one
+rm -f /tmp/trace  # remove the output of an earlier trace
 setsid {TOOL} trace web >/tmp/trace 2>&1 & until grep -qs 'execve.*"sleep"' /tmp/trace; do sleep 0.05; done
 grep -om1 '"sleep", "0.05"' /tmp/trace | tr -d '",'
 kill -INT -$!; wait $!; echo $?

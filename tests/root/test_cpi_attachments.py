@@ -521,7 +521,7 @@ place = sys.argv[1].encode()
 assert libc.mount(b"none", place, b"tmpfs", 0, None) == 0
 assert libc.mount(None, b"/", None, 0x44000, None) == 0
 for number in range(12):
-    # Each of them doubles the number of mounts. Their paths have two kilobytes.
+    # Each bind mount doubles the number of mounts, whose paths are up to two kilobytes long.
     below = b"%b/%b%d" % (place, b"x" * 220, number)
     os.mkdir(below)
     assert libc.mount(place, below, None, 0x5000, None) == 0

@@ -153,7 +153,7 @@ async def test_disk_resize_works_as_an_ordinary_user(tmp_path: Path) -> None:
             path.chmod(0o755)
     closed, aside, back = revealing(tmp_path, tmp_path)
     cover = f"for place in {closed}; do mount -t tmpfs -o mode=0755 tmpfs $place; done"
-    subprocess.run(["sh", "-ec", f"{aside}\n{cover}\n{back}"], check=True)  # noqa: ASYNC221 - nothing else runs
+    subprocess.run(["sh", "-ec", f"{aside}\n{cover}\n{back}"], check=True)  # noqa: ASYNC221 - no other task runs
     os.chown(tmp_path, 1000, 1000)
     os.setgid(1000)
     os.setuid(1000)

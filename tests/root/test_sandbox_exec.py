@@ -38,7 +38,7 @@ async def start(argv, stdin):
     return process.spawn(argv, env={}, stdin=stdin, stdout=out, stderr=out)
 
 async def said(script, **members):
-    # The exit code and the output.
+    # Return the exit code and the output.
     async with sandbox.prepared(wanted(script, **members), start) as one:
         pass
     status = await one.wait()

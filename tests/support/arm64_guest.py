@@ -49,7 +49,8 @@ exec switch_root /system /process-1
 """
 
 _PROCESS_1: Final = f"""#!/bin/sh
-# Start the stemcell. Then run the commands that arrive on the console, and answer with their output, NUL and status.
+# Start the stemcell. Then run the commands that arrive on the console, and print the output of each, a NUL, and its
+# exit status.
 mount -t cgroup2 cgroup2 /sys/fs/cgroup
 mkdir -p {BLOBS}
 mount -t 9p -o trans=virtio,version=9p2000.L blobs {BLOBS}

@@ -61,7 +61,7 @@ Description=The command of the second disk
 After=multi-user.target
 [Service]
 ExecStart=/usr/local/sbin/guest
-# As a container runtime would have it: a part of the cgroup tree to divide.
+# As under a container runtime, the tests get a part of the cgroup tree in which they may create cgroups.
 Delegate=yes
 DelegateSubgroup=command
 TimeoutStopSec=5

@@ -139,7 +139,7 @@ def install(reports: Path | None = None) -> None:
             if lasted >= LIMIT_S and (what := judge(before, after, seen)):
                 _report(f"the event loop was blocked: a callback {what}: {_named(handle)}", reports)
 
-    setattr(threading.Thread, "start", start_thread)  # noqa: B010 - types refuse to replace a method
+    setattr(threading.Thread, "start", start_thread)  # noqa: B010 - mypy rejects assigning to a method
     setattr(subprocess.Popen, "__init__", start_program)  # noqa: B010
     setattr(asyncio.Handle, "_run", guarded)  # noqa: B010
 

@@ -76,7 +76,7 @@ def _run_in_child(test: Callable[..., Any], args: Any, kwargs: Any, report: int)
     except pytest.skip.Exception as exc:
         os.write(report, str(exc).encode())
         status = SKIPPED
-    except BaseException:  # noqa: BLE001 - the pipe carries a failure; the child cannot return into pytest
+    except BaseException:  # noqa: BLE001 - reported through the pipe, because the child must not return to pytest
         os.write(report, traceback.format_exc().encode())
     finally:
         os._exit(status)
@@ -255,7 +255,7 @@ class InstanceWithVolumes:
             self.effective,
             lambda: self.id,
             lambda: self.of_jobs,
-            hold=lambda directory: self.holder(directory),  # noqa: PLW0108 - a test replaces it
+            hold=lambda directory: self.holder(directory),  # noqa: PLW0108 - tests replace self.holder
             release=self.released.append,
             copy=copy,
             timeouts=self.timeouts,

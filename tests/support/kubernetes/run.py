@@ -32,7 +32,7 @@ ENTER = """
 set -eu
 mount --make-rshared /
 mount -t tmpfs -o mode=0755 tmpfs /run
-# Volumes that the cluster makes for claims have a fixed place too.
+# The cluster also creates the volumes of claims in a fixed directory (/tmp/hostpath_pv).
 for place in /var/log /var/lib/cni /tmp/hostpath_pv; do
     mkdir -p $place "$SHIM_TEST_NODE$place"
     mount --bind "$SHIM_TEST_NODE$place" $place
@@ -43,7 +43,7 @@ for name in vm/overcommit_memory vm/panic_on_oom kernel/panic kernel/panic_on_oo
     cat /proc/sys/$name >"$SHIM_TEST_NODE/proc/$name"
     mount --bind "$SHIM_TEST_NODE/proc/$name" /proc/sys/$name
 done
-# A user namespace may mount its own /proc only where one without mounts below it is in sight.
+# A user namespace may mount its own /proc only if a /proc without mounts below it is visible.
 mkdir /run/whole-proc
 mount -t proc proc /run/whole-proc
 ! mountpoint -q /sys/fs/cgroup/unified || umount /sys/fs/cgroup/unified

@@ -34,7 +34,7 @@ UNASKED: Final = "started without a request"
 NO_WAY: Final = "no way out"
 
 
-class Violation(Exception):  # noqa: N818 - a finding
+class Violation(Exception):  # noqa: N818 - a finding, not an error
     pass
 
 

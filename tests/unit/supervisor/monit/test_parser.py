@@ -37,7 +37,7 @@ def refusal(text: str) -> str:
 
 
 WORKER = """
-# a job as it is
+# a complete check of a process
 check process worker
   with pidfile /var/vcap/sys/run/worker/worker.pid
   start program "/var/vcap/jobs/worker/bin/ctl start 'a b'" as uid vcap and gid 100 with timeout 60 seconds
