@@ -332,7 +332,7 @@ def different_tables(tasks: Iterable[str]) -> Iterator[str]:
         with contextlib.suppress(OSError):
             fd = os.open(f"/proc/{task}/root", os.O_PATH | os.O_CLOEXEC)
             try:
-                # Since Linux 5.14, fdinfo contains the inode. It is needed because the path in the link does not
+                # Since Linux 5.14, fdinfo contains the inode. The inode is needed because the path in the link does not
                 # identify a directory that was removed.
                 root = text_of(f"self/fdinfo/{fd}"), os.readlink(f"/proc/self/fd/{fd}")
             finally:

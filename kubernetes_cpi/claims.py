@@ -79,7 +79,7 @@ def hold(session: Session, disk: str, vm: str) -> Held:
         lingering = check_free(claim, [pod for pod in users(session, namespace, disk) if owner_of(pod) != vm])
         holder, former = annotation(claim, names.HOLDER), annotation(claim, names.DETACHED_FROM)
         if holder not in ("", vm) and _exists(session, holder):
-            # No pod mounts the disk yet, but the pod of the VM that holds it may be about to.
+            # No pod mounts the disk yet, but the pod of the VM that holds the disk may be about to mount it.
             raise InUseError(f"the disk {disk} is in use by {holder}")
         change = {names.HOLDER: vm} | ({names.DETACHED_FROM: None} if former == vm else {})
         if holder == vm or annotate(session, claim, change):

@@ -23,7 +23,7 @@ def create(session: Session, disk: Cid, metadata: Object) -> str:
     spec: Object = {"source": {"persistentVolumeClaimName": disk}}
     if chosen := claims.annotation(claim, manifests.SNAPSHOT_CLASS):
         spec["volumeSnapshotClassName"] = chosen
-    name = names.cid("snapshot", namespace, session.director, session.request_id or str(time.time_ns()), disk)  # noqa: TID251 a name
+    name = names.cid("snapshot", namespace, session.director, session.request_id or str(time.time_ns()), disk)  # noqa: TID251 - only makes the name unique
     labels |= names.labels(names.KIND_SNAPSHOT, session.director, **{names.DISK: names.value(disk)})
     body = SNAPSHOTS.document(name, labels, spec, annotations)
     try:

@@ -132,7 +132,7 @@ async def lose_links(own: dict[str, object], count: int) -> float:
 
 def cut(bus: NatsBus) -> None:
     """Drop the connection without closing it, as if the server had vanished."""
-    link = bus._link  # noqa: SLF001 - otherwise only a server could end one link, and it would end all of them
+    link = bus._link  # noqa: SLF001 - a server could only end all links at once
     if link is not None:
         link.end("cut")
 

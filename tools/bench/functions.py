@@ -77,7 +77,7 @@ async def measure(one: LocalAgent) -> dict[str, set[CodeType]]:
     await asyncio.sleep(1)
     with entered() as start:
         await one.call("start")
-        record = one.agent.supervisor._services["web"].record  # noqa: SLF001 - properties would be counted
+        record = one.agent.supervisor._services["web"].record  # noqa: SLF001 - calls of public methods would be counted
         await until(lambda: record.state is State.RUNNING)
     await asyncio.sleep(1)
     pid = one.agent.supervisor.services()[0].pid

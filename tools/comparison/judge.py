@@ -509,7 +509,7 @@ def _values(go: Phases, shim: Phases, kind: str) -> Iterator[Difference]:
             values = [one[path] for one in seen]
             is_state = re.fullmatch(
                 r"job_state|number_of_processes|processes\[.*\]\.state", path
-            )  # These are compared in each phase.
+            )  # States are compared in each phase anyway.
             is_new = name == "update: start" and path.endswith(".mem.kb")  # A new process may not have been loaded yet.
             if not is_state and not is_new and not _are_alike(path, *values):
                 go_has, shim_has = (str(value) or "empty" for value in values)

@@ -786,7 +786,7 @@ async def main() -> None:
             try:
                 await director.wait_until_ready(AGENT, timeout=60)
                 await life.run(spec)
-            except Exception as exc:  # noqa: BLE001 - it is reported
+            except Exception as exc:  # noqa: BLE001 - any failure is reported in the result
                 error = f"{type(exc).__name__}: {exc}"
             document = {
                 "world": kind,

@@ -149,7 +149,7 @@ class Trial:
     def deploy(self, stemcell: str) -> None:
         """Deploy the release in this directory, with the bpm release of bosh-deployment."""
         self.runner.bosh("upload-stemcell", stemcell)
-        # The CLI writes into the directory of a release, so use a copy of it.
+        # The CLI writes into a release's directory, so use a copy of the directory.
         source, tarball = self.state / "release", f"{self.state}/hello.tgz"
         shutil.rmtree(source, ignore_errors=True)
         shutil.copytree(HERE / "release", source)
