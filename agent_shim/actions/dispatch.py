@@ -165,7 +165,8 @@ class Dispatcher:
                     task = await self._tasks.submit_persistent(found.method, work, data)
                     await self._agent.state_backup.update()
                 else:
-                    task = self._tasks.submit(found.method, work, cancelled=cancelled, size=wire.weight(data))
+                    self._tasks.require_room(found.method)
+                    task = self._tasks.submit(found.method, work, cancelled=cancelled)
                 task_id = task.id
                 value = {"agent_task_id": task_id, "state": "running"}
             reply = wire.encode_value(value, limit=limit)

@@ -18,7 +18,6 @@ from agent_shim.core.settings import Effective
 from agent_shim.core.spec import ApplySpec
 from agent_shim.host import guarded, network
 from agent_shim.services.bundles import Bundle
-from agent_shim.supervisor import plan
 from agent_shim.supervisor.monit import parser
 from agent_shim.supervisor.supervisor import JobFile
 
@@ -158,14 +157,14 @@ async def _monit_files(agent: Agent) -> list[JobFile]:
 def monit_files(jobs: Path, names: list[str]) -> list[JobFile]:
     """Read ``monit`` and ``*.monit`` of each job, in the order of the spec (applier/jobs/rendered_job_applier.go).
 
-    Reading stops slightly above the limits on the size and number of files, so that ``plan`` still detects and refuses
-    a job that exceeds them.
+    Reading stops slightly above the limit on the size of a file, so that ``plan`` still detects and refuses a job that
+    exceeds it.
     """
     found = []
     for job in names:
         directory = jobs / job
         paths = [path for path in [directory / "monit", *sorted(directory.glob("*.monit"))] if path.is_file()]
-        for path in paths[: plan.MAX_FILES + 1]:
+        for path in paths:
             label = "" if path.name == "monit" else path.name.removesuffix(".monit")
             text = guarded.head(path, parser.MAX_BYTES + 1).decode("utf-8", "replace")
             found.append(JobFile(job, label, text))

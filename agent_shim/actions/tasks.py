@@ -42,8 +42,6 @@ MiB.
 """
 MAX_WAITING: Final = 10_000
 """Maximum number of queued tasks. Further requests are refused."""
-MAX_WAITING_BYTES: Final = 64 * 1024 * 1024
-"""Maximum total size of the arguments of queued tasks in memory. Requests beyond this limit are refused."""
 MAX_JOURNAL_BYTES: Final = files.MAX_FILE_BYTES // 2
 """Maximum total size of the requests in the journal, because a larger journal could not be read back."""
 
@@ -63,10 +61,6 @@ class Task(msgspec.Struct):
     is_resumed: bool = False
     """True if an earlier agent process accepted the task. That process may already have started the task."""
     state: str = "running"
-    size: int = 0
-    """Approximate size of the task's arguments in memory, in bytes. It counts against ``MAX_WAITING_BYTES`` while the
-    task is queued.
-    """
     progress: str = ""
     """Current step, for operators."""
     outcome: Any = None
@@ -102,7 +96,6 @@ class Tasks:
         self._queue: asyncio.Queue[tuple[Task, TaskWork]] = asyncio.Queue()
         self._stored: dict[str, dict[str, str]] = {}
         self._saving = asyncio.Lock()
-        self._waiting_bytes = 0
         self._released = asyncio.Event()
         self._held = 0
         self.running: Task | None = None
@@ -116,30 +109,16 @@ class Tasks:
         """Methods of the queued tasks."""
         return {task.method for task in self._tasks.values() if task.state == "running" and task is not self.running}
 
-    def submit(
-        self,
-        method: str,
-        work: TaskWork,
-        *,
-        cancelled: asyncio.Event | None = None,
-        task_id: str = "",
-        size: int = 0,
-    ) -> Task:
-        """Queue ``work`` and return its task. If ``cancelled`` is given, cancelling the task sets it.
-
-        ``size`` is the approximate number of bytes that the queued request takes in memory (``wire.weight``). Raises
-        ``ActionError`` if the queue is full.
-        """
-        if size:
-            self._require_room(method, size)
-        task = Task(task_id or str(uuid.uuid4()), method, cancelled, size=size)
-        self._waiting_bytes += size
+    def submit(self, method: str, work: TaskWork, *, cancelled: asyncio.Event | None = None, task_id: str = "") -> Task:
+        """Queue ``work`` and return its task. If ``cancelled`` is given, cancelling the task sets it."""
+        task = Task(task_id or str(uuid.uuid4()), method, cancelled)
         self._tasks[task.id] = task
         self._queue.put_nowait((task, work))
         return task
 
-    def _require_room(self, method: str, size: int) -> None:
-        if (waiting := self._queue.qsize()) >= MAX_WAITING or self._waiting_bytes + size > MAX_WAITING_BYTES:
+    def require_room(self, method: str) -> None:
+        """Raise ``ActionError`` if a request must be refused because the queue is full."""
+        if (waiting := self._queue.qsize()) >= MAX_WAITING:
             raise ActionError(f"cannot queue {method}: {waiting} tasks are already queued; try again later")
 
     async def submit_persistent(self, method: str, work: TaskWork, request: bytes) -> Task:
@@ -147,13 +126,13 @@ class Tasks:
 
         Raises ``ActionError`` if the queue is full.
         """
-        self._require_room(method, size := wire.weight(request))
+        self.require_room(method)
         if sum(len(entry["Payload"]) for entry in self._stored.values()) + len(request) > MAX_JOURNAL_BYTES:
             raise ActionError(f"cannot queue {method}: {len(self._stored)} stored tasks are already queued")
         task_id = str(uuid.uuid4())
         self._stored[task_id] = {"TaskID": task_id, "Method": method, "Payload": base64.b64encode(request).decode()}
         await self._save()
-        return self.submit(method, work, task_id=task_id, size=size)
+        return self.submit(method, work, task_id=task_id)
 
     async def resume(self, resumed: Mapping[str, Callable[[bytes], TaskWork]]) -> None:
         """Queue the persistent tasks of an earlier agent process under their old ids. Tasks with an unknown method are
@@ -229,7 +208,6 @@ class Tasks:
 
     async def _run_next(self, failure: Callable[[str, BaseException], str]) -> None:
         task, work = await self._queue.get()
-        self._waiting_bytes -= task.size
         if task.state != "running":  # the task was cancelled while it was in the queue
             return
         self.running = task

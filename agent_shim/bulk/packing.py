@@ -509,14 +509,8 @@ _MEANING: Final = {
 }
 
 
-MAX_PATTERN_CHARS: Final = 5_000
-"""Maximum total length of a tree's patterns. Compiling patterns of that length takes 0.25 s."""
-
-
 def _compiled(patterns: Sequence[str]) -> re.Pattern[str]:
     """Compile ``patterns`` to one regular expression for paths that any of them matches. Raises ``HostError``."""
-    if sum(map(len, patterns)) > MAX_PATTERN_CHARS:
-        raise HostError(f"cannot use the patterns: they have more than {MAX_PATTERN_CHARS} characters")
     expressions = [_expression(pattern) for pattern in patterns]
     for pattern, expression in zip(patterns, expressions, strict=True):
         try:

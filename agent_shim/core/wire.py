@@ -71,11 +71,6 @@ MAX_DEPTH: Final = 400
 """Maximum nesting depth of a document. A Director sends documents of at most 100 levels (``max_nesting`` of Ruby's
 JSON).
 """
-_BEFORE_VALUES: Final = b"[{,"
-"""Characters that precede a value. Their number plus one is an upper bound for the number of values; occurrences in
-strings only increase it.
-"""
-
 _ESCAPE: Final = r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[dD][89a-fA-F][0-9a-fA-F]{2}|(?s:.))"
 """Matches one escape in a string. A match as long as ``\\ud800`` is a lone surrogate, because a pair is twice as long
 and other escapes are matched only up to their second character.
@@ -116,15 +111,6 @@ def decode_json(data: bytes) -> Any:
     if sum(map(data.count, b"[{")) > MAX_DEPTH and _is_deep(document):
         raise ValueError(TOO_DEEP)
     return document
-
-
-VALUE_BYTES: Final = 100
-"""Approximate memory that a small decoded value takes. An empty list takes 64 bytes, and an object member 200 bytes."""
-
-
-def weight(data: bytes) -> int:
-    """Return approximately how many bytes a request takes in memory. A megabyte of empty lists takes 30 MB."""
-    return len(data) + VALUE_BYTES * sum(map(data.count, _BEFORE_VALUES))
 
 
 def _is_deep(document: Any) -> bool:

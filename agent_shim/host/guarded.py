@@ -35,8 +35,6 @@ Skipped: TypeAlias = Callable[[str, OSError | None], None]
 
 MAX_ENTRIES: Final = 10_000
 """Maximum number of entries read from one directory."""
-MAX_SEGMENTS: Final = 10_000
-"""Maximum number of data segments that are read from a sparse file."""
 CHUNK_BYTES: Final = 64 * 1024
 BLOCK_BYTES: Final = 512
 """Unit of ``st_blocks``."""
@@ -191,15 +189,13 @@ def read(path: Path, limit: int) -> bytes:
     return content
 
 
-def segments(descriptor: int, begin: int, end: int, limit: int = MAX_SEGMENTS) -> Iterator[tuple[int, int]]:
+def segments(descriptor: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield the begin and end of each data segment between the offsets ``begin`` and ``end``, leaving out holes.
 
-    A hole of terabytes costs its writer nothing, but reading it takes hours. After ``limit`` segments, the rest of the
-    file is treated as a hole.
+    A hole of terabytes costs its writer nothing, but reading it takes hours.
     """
     at = begin
-    while at < end and limit > 0:
-        limit -= 1
+    while at < end:
         try:
             first = os.lseek(descriptor, at, os.SEEK_DATA)
             at = min(end, os.lseek(descriptor, first, os.SEEK_HOLE))

@@ -35,11 +35,6 @@ MAX_HEAD_BYTES: Final = 16 * 1024
 MAX_CONTENT_BYTES: Final = 1_024_000
 """Maximum size of the part of a page that is searched, as in monit."""
 CHUNK: Final = 16 * 1024
-PROMPT_READS: Final = 64
-"""How many reads of one answer are made without pauses. After that, reads are slowed down, so that an answer in many
-pieces, or without an end, costs the server more than the agent.
-"""
-READ_PAUSE_S: Final = 0.005
 REFUSAL_S: Final = 2.0
 """How long to wait for the refusal of a UDP packet. A server on an open port may not answer at all."""
 HTTP_PORT: Final = 80
@@ -91,16 +86,12 @@ class _Conversation:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.received = b""
-        self._reads = 0
 
     async def send(self, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self.sock, data)
 
     async def more(self) -> bool:
         """Wait for more data. Return False at the end of the stream."""
-        self._reads += 1
-        if self._reads > PROMPT_READS:
-            await asyncio.sleep(READ_PAUSE_S)
         chunk = await asyncio.get_running_loop().sock_recv(self.sock, CHUNK)
         self.received += chunk
         return bool(chunk)
@@ -278,7 +269,7 @@ async def _http(line: _Conversation, connection: Connection) -> None:
     while not response.is_whole and await line.more():
         response.read(line.taken())
     if protocol.content:
-        search = partial(posix_regex.compiled(protocol.content).search, bytes(response.page), limit=MAX_CONTENT_BYTES)
+        search = partial(posix_regex.compiled(protocol.content).search, bytes(response.page))
         if await blocking.call(f"page of {where(connection)}", search) == protocol.is_negated:
             raise _WrongError(f"answers {shown} {'with' if protocol.is_negated else 'without'} {protocol.content!r}")
     # Like monit, compare the checksum only if the headers state the length of the page.

@@ -1,7 +1,7 @@
 """Tests of paths: type, owner, permissions, age, size, checksum, new lines, and the usage of a file system.
 
-Everything blocks, perhaps forever (see ``host.guarded``). The number of bytes and lines read per cycle, and the time
-spent on a checksum, are limited.
+Everything blocks, perhaps forever (see ``host.guarded``). The number of bytes read per cycle, and the time spent on a
+checksum, are limited.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import grp
 import hashlib
-import itertools
 import os
 import pwd
 import stat
@@ -32,8 +31,6 @@ MAX_DIGEST_S: Final = 30.0
 DIGEST_CHUNK_BYTES: Final = 256 * 1024
 MAX_LOOK_BYTES: Final = 1024 * 1024
 """Maximum amount of new content that is read from a file in one cycle. The rest waits for the next cycle."""
-MAX_LINES: Final = 20_000
-"""Maximum number of lines compared in one cycle, because a megabyte of empty lines takes seconds."""
 MAX_LINE_BYTES: Final = 511
 """How many bytes of a line are compared, as in monit."""
 MAX_HITS: Final = 20
@@ -174,7 +171,7 @@ class PathWatch:
         """
         quiet: dict[int, int] = {}
         hits = 0
-        for line, end in itertools.islice(self._lines(opened, status), MAX_LINES):
+        for line, end in self._lines(opened, status):
             for number, finding in self._match(line):
                 quiet[number] = 0 if finding.fails else quiet.get(number, 0) + 1
                 hits += finding.fails

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -20,9 +19,6 @@ VCAP: Final = "vcap"
 """The group of the services that the Director starts and stops and whose state is reported to it. Services in other
 groups are supervised as well.
 """
-
-MAX_FILES: Final = 100
-"""Maximum number of monit files of one job."""
 
 NEVER_RESTARTED: Final = "restart when it ends (it has no stop program)"
 
@@ -136,9 +132,6 @@ def plan(
     """
     parsed: list[tuple[str, values.MonitFile]] = []
     errors: dict[str, str] = {}
-    for job, number in Counter(source.job for source in files).items():
-        if number > MAX_FILES:
-            errors[job] = f"cannot use the monit files of job {job}: there are more than {MAX_FILES}"
     for source in files:
         if source.job in errors:
             continue

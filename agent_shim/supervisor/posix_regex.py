@@ -15,10 +15,6 @@ import re
 import weakref
 from typing import Final
 
-MAX_PATTERN_BYTES: Final = 4096
-MAX_TEXT_BYTES: Final = 4096
-"""How many bytes of a text are searched. monit searches fewer (1024 bytes of a command line, 512 of a log line)."""
-
 _REG_EXTENDED: Final = 1
 _REG_NOSUB: Final = 8
 _REGEX_BYTES: Final = 256
@@ -34,8 +30,6 @@ class Pattern:
         """Compile an expression. Raises ``ValueError`` with the message of the C library."""
         self.text = text
         pattern = text.encode(errors="surrogateescape")
-        if len(pattern) > MAX_PATTERN_BYTES:
-            raise ValueError(f"more than {MAX_PATTERN_BYTES} bytes")
         if b"\0" in pattern:
             raise ValueError("a null byte")
         pieces = re.findall(_PIECE, pattern)
@@ -62,10 +56,10 @@ class Pattern:
         weakref.finalize(self, libc.regfree, compiled)
         self._compiled = compiled
 
-    def search(self, text: str | bytes, *, limit: int = MAX_TEXT_BYTES) -> bool:
-        """Return True if the first ``limit`` bytes of the text match. As in C, the text ends at a null byte."""
+    def search(self, text: str | bytes) -> bool:
+        """Return True if the text matches. As in C, the text ends at a null byte."""
         raw = text if isinstance(text, bytes) else text.encode(errors="surrogateescape")
-        return bool(library().regexec(self._compiled, raw[:limit], 0, None, 0) == 0)
+        return bool(library().regexec(self._compiled, raw, 0, None, 0) == 0)
 
 
 @functools.lru_cache(maxsize=256)

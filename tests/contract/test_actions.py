@@ -282,12 +282,8 @@ async def test_a10_apply_forgets_processes_of_the_previous_spec(world: LocalAgen
     assert [process["name"] for process in (await running(world))["processes"]] == ["other"]
 
 
-async def test_a11_too_large_or_too_many_monit_files_fail_only_their_job(
-    world: LocalAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A job fails if one of its monit files is too large or if it has too many of them. All other files are parsed in a
-    thread, because parsing a megabyte in the event loop used to block it for 17 s.
-    """
+async def test_a11_too_large_monit_file_fails_only_its_job(world: LocalAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are parsed in a thread, because parsing a megabyte in the event loop used to block it for 17 s."""
     threads = set()
 
     def planned(files: Sequence[JobFile], **options: Any) -> tuple[plan.ProcessSpec, ...]:
@@ -300,14 +296,12 @@ async def test_a11_too_large_or_too_many_monit_files_fail_only_their_job(
         world,
         web=jobs.sleeper(world.paths, "web"),
         large={"monit": "#".ljust(parser.MAX_BYTES) + "\n"},
-        many={f"{number}.monit": "" for number in range(plan.MAX_FILES + 1)},
     )
 
     assert await world.call("start") == {"value": "started"}
 
     reasons = {service.process.name: service.reason for service in world.agent.supervisor.services()}
     assert reasons["large"] == "cannot read large/monit: it has more than 256 KiB"
-    assert reasons["many"] == "cannot use the monit files of job many: there are more than 100"
     assert reasons["web"] == ""
     assert threads
     assert threading.current_thread() not in threads

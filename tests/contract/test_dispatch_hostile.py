@@ -4,7 +4,6 @@ answering.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import hashlib
 from collections.abc import Iterator
@@ -183,18 +182,3 @@ async def test_hostile_arguments_cause_an_error_and_no_change(world: LocalAgent,
         assert await world.value("ping") == "pong"
     assert findings == []
     assert sorted(world.paths.base.parent.iterdir()) == outside
-
-
-async def test_requests_queued_behind_an_errand_use_bounded_memory(world: LocalAgent) -> None:
-    """The queue limits the memory of its requests, because 180 KB of empty lists use three megabytes once they are
-    decoded.
-    """
-    blocked = asyncio.Event()
-    world.agent.tasks.submit("run_errand", blocked.wait)
-    replies = [await world.call("prepare", {}, [[]] * 45_000 + [number]) for number in range(20)]
-    errors = [reply["exception"]["message"] for reply in replies if "exception" in reply]
-
-    assert 0 < len(errors) < 20
-    assert all(error.startswith("Action Failed prepare: cannot queue prepare: ") for error in errors)
-    assert await world.value("ping") == "pong"
-    blocked.set()

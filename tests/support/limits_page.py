@@ -16,17 +16,11 @@ LIMITS: Final = (
     ("outgoing data waiting for a slow NATS server", "edges.bus.link.MAX_BACKLOG_BYTES", "publishing fails"),
     ("requests in progress", "edges.bus.nats.MAX_REQUESTS", "further requests are dropped and counted"),
     (
-        "total size of requests in progress",
-        "edges.bus.nats.MAX_REQUEST_BYTES",
-        "further requests are dropped and counted",
-    ),
-    (
         "`get_task` requests that wait briefly for the end of their task",
         "actions.tasks.MAX_HELD",
         "further requests are answered immediately",
     ),
     ("tasks waiting for the running task", "actions.tasks.MAX_WAITING", "further requests are refused"),
-    ("total size of the requests for waiting tasks", "actions.tasks.MAX_WAITING_BYTES", "further requests are refused"),
     ("total size of stored task results", "actions.tasks.MAX_OUTCOME_BYTES", "the oldest results are deleted"),
     ("alerts waiting for the bus", "edges.alerts.MAX_QUEUED", "the oldest alert is dropped and counted"),
     (
@@ -43,7 +37,6 @@ LIMITS: Final = (
     ("depth of log directories for `--job-logs`", "services.logs.tail.MAX_DEPTH", "deeper files are not followed"),
     ("depth of log directories for rotation", "services.logs.rotation.MAX_DEPTH", "deeper files are not rotated"),
     ("size of a monit file", "supervisor.monit.parser.MAX_BYTES", "the job is failing, and `status` shows the error"),
-    ("number of monit files of a job", "supervisor.plan.MAX_FILES", "the job is failing, and `status` shows the error"),
     ("size of a `bpm.yml`", "supervisor.bpm.config.MAX_BYTES", "the processes in it do not start"),
     ("stored output of a start or stop program", "supervisor.ctl_programs.MAX_OUTPUT_BYTES", "only the end is kept"),
     (

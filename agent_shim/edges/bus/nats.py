@@ -17,12 +17,10 @@ import ssl
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Final, NoReturn
 
 import msgspec
 
-from agent_shim.core import wire
 from agent_shim.core.bus_stats import Stats
 from agent_shim.core.errors import ActionError, BusError, CredentialsError, ShimError
 from agent_shim.core.settings import Mbus
@@ -34,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUESTS: Final = 10_000
 """Maximum number of concurrent requests. Further requests are dropped, as in nats.go."""
-MAX_REQUEST_BYTES: Final = 64 * 1024 * 1024
-"""Maximum total size of the concurrent requests in memory. Requests beyond this limit are dropped, as in nats.go."""
 PINGS: Final = 1000
 """Maximum number of pings that are answered in addition to ``MAX_REQUESTS``."""
 MAX_PING_BYTES: Final = 512
@@ -161,7 +157,6 @@ class NatsBus:
         """
         self._logged: set[str] = set()
         self._answering: set[asyncio.Task[None]] = set()
-        self._answering_bytes = 0
         self._rotating = asyncio.Lock()
         self._retiring: asyncio.Task[None] | None = None
         self._seen: dict[int, float] = {}
@@ -322,7 +317,7 @@ class NatsBus:
             known = tls.authorities(mbus.ca) if mbus.ca else ()
             if len(known) < 2 or getattr(exc, "verify_code", 0) != tls.SIGNATURE_FAILURE:
                 raise
-            for ca in known[: tls.MAX_NAMESAKES]:
+            for ca in known:
                 with suppress(ssl.SSLCertVerificationError):
                     return await self._attempt(url, msgspec.structs.replace(mbus, ca=ca))
             raise
@@ -425,8 +420,7 @@ class NatsBus:
     def _received(self, data: bytes) -> None:
         self.stats.received += 1
         self.stats.received_bytes += len(data)
-        size = wire.weight(data)
-        is_full = len(self._answering) >= MAX_REQUESTS or self._answering_bytes + size > MAX_REQUEST_BYTES
+        is_full = len(self._answering) >= MAX_REQUESTS
         is_ping = len(data) <= MAX_PING_BYTES and b'"ping"' in data
         if self._is_copy(data):
             self.stats.duplicates += 1
@@ -434,9 +428,8 @@ class NatsBus:
             self.stats.flooded += 1
         else:
             task = asyncio.create_task(self._answer(data), name="request")
-            task.add_done_callback(partial(self._answered, size))
+            task.add_done_callback(self._answered)
             self._answering.add(task)
-            self._answering_bytes += size
 
     def _is_copy(self, data: bytes) -> bool:
         """Return True if the same request from a Director has already arrived. While credentials are rotated, the old
@@ -465,9 +458,8 @@ class NatsBus:
             self.stats.unanswered += 1
             logger.warning("cannot send a reply, dropped: %s", str(exc) or "no connection to the bus in time")
 
-    def _answered(self, size: int, task: asyncio.Task[None]) -> None:
+    def _answered(self, task: asyncio.Task[None]) -> None:
         self._answering.discard(task)
-        self._answering_bytes -= size
         if not task.cancelled() and (exc := task.exception()) is not None:
             self.stats.failed += 1
             logger.error("cannot answer a request", exc_info=exc)

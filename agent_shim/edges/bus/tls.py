@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 SIGNATURE_FAILURE: Final = 7
 """X509_V_ERR_CERT_SIGNATURE_FAILURE: the certificate was not signed by the CA that OpenSSL chose."""
-MAX_NAMESAKES: Final = 8
-"""Maximum number of CAs with the same name that are tried one by one after a ``SIGNATURE_FAILURE``."""
 SERVER_NAME: Final = re.compile(r"[a-zA-Z0-9*\-]*\.nats\.bosh-internal")
 """Pattern of the common name in a server's certificate."""
 

@@ -112,7 +112,7 @@ def parse(
     node = _composed(text, origin)
     if node is None:
         return BpmFile()
-    notes = _Notes(origin)
+    notes = _Notes()
     top = _Map(notes, "", node)
     disks = frozenset(str(root / disk / job) for disk in ("data", "store")) if job else frozenset[str]()
     file = BpmFile(tuple(_process(entry, str(root), disks) for entry in top.maps("processes", has_holes=False)))
@@ -221,8 +221,6 @@ MAX_DEPTH: Final = 100
 
 _SIGNED: Final = 2**63 - 1
 _UNSIGNED: Final = 2**64 - 1
-_MAX_ENTRIES: Final = 100_000
-"""Maximum number of keys and items, counting those repeated by aliases. yaml.v3 refuses excessive aliases too."""
 _MAX_DIGITS: Final = 80
 """Maximum number of digits, which is enough for 64 bits in base 2."""
 
@@ -248,18 +246,9 @@ _LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 class _Notes:
     """The mistakes and mappings found in a file."""
 
-    def __init__(self, origin: str) -> None:
+    def __init__(self) -> None:
         self.mistakes: list[str] = []
         self.maps: list[_Map] = []
-        self._origin = origin
-        self._room = _MAX_ENTRIES
-
-    def count(self, entries: int) -> None:
-        """Raise ``ConfigError`` once a file has too many entries, because a few aliases can expand to billions."""
-        self._room -= entries
-        if self._room < 0:
-            found = f"found more than {_MAX_ENTRIES} keys and items, aliases included"
-            raise ConfigError(f"cannot read {self._origin}: {found}")
 
     def unknown_keys(self) -> Iterator[str]:
         """Yield an error text for each unknown key, in which the most similar known key is suggested."""
@@ -373,7 +362,6 @@ class _Map:
         if not isinstance(node, yaml.SequenceNode):
             self.wrong(key, "a list")
             return
-        self.notes.count(len(node.value))
         for number, item in enumerate(node.value):
             yield f"{self.at(key)}[{number}]", item
 
@@ -389,7 +377,6 @@ class _Map:
             self._wrong(self.path, node, "a mapping")
             return {}
         known[id(node)] = found = dict[str, yaml.Node]()
-        self.notes.count(len(node.value))
         own: dict[str, yaml.Node] = {}
         named: dict[str, yaml.Node] = {}
         for key, value in node.value:
@@ -402,7 +389,6 @@ class _Map:
             if key.tag == f"{_TAG}merge":
                 for other in reversed(value.value if isinstance(value, yaml.SequenceNode) else [value]):
                     more = self._merged(other, known)
-                    self.notes.count(len(more))
                     found.update(more)
             elif key.tag not in _NO_NAMES:
                 named[key.value] = value

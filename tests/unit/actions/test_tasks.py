@@ -16,7 +16,6 @@ import pytest
 from agent_shim.actions.tasks import (
     MAX_HELD,
     MAX_JOURNAL_BYTES,
-    MAX_WAITING_BYTES,
     TaskLimits,
     Tasks,
 )
@@ -307,26 +306,26 @@ async def test_stored_task_with_an_unreadable_request_is_dropped(tmp_path: Path)
     assert lane.waiting == 0
 
 
-async def test_full_task_queue_rejects_requests(tasks: Tasks) -> None:
-    """The total size of queued requests is limited, because many tasks may be queued behind a long errand, and their
-    decoded arguments use up to thirty times as much memory as the requests.
-    """
+async def test_full_task_queue_rejects_requests(tasks: Tasks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tasks may be queued behind a long errand. Tasks of the agent itself are always queued."""
+    monkeypatch.setattr("agent_shim.actions.tasks.MAX_WAITING", 2)
     gate = asyncio.Event()
-    tasks.submit("run_errand", gate.wait, size=1)
+    tasks.submit("run_errand", gate.wait)
     while tasks.running is None:
         await asyncio.sleep(0)
     for _ in range(2):
-        last = tasks.submit("prepare", gate.wait, size=MAX_WAITING_BYTES // 2)
+        tasks.require_room("prepare")
+        tasks.submit("prepare", gate.wait)
     with pytest.raises(ActionError, match="cannot queue prepare: 2 tasks are already queued; try again later"):
-        tasks.submit("prepare", gate.wait, size=1)
+        tasks.require_room("prepare")
     with pytest.raises(ActionError, match="cannot queue update_settings: 2 tasks are already queued"):
         await tasks.submit_persistent("update_settings", gate.wait, b"{}")
-    tasks.submit("start the jobs again", gate.wait)
+    last = tasks.submit("start the jobs again", gate.wait)
 
     gate.set()
     await ended(tasks, last.id)
 
-    tasks.submit("prepare", gate.wait, size=MAX_WAITING_BYTES)
+    tasks.require_room("prepare")
 
 
 async def test_size_of_the_task_journal_is_limited(tasks: Tasks) -> None:

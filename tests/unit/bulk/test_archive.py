@@ -351,7 +351,6 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "directory for a file": (member("a") + directory("a"), "'a': 'a' is not a directory"),
     "file for a directory": (directory("a") + member("a"), "'a': the archive also contains a directory of this name"),
     "name too long": (member("a" * 300), "File name too long"),
-    "many members": (b"".join(member(str(number)) for number in range(21)), "it has too many members"),
     "zeros": (zipped(member("a", bytes(40_000)) + member("b", bytes(40_000))), "it is too large when unpacked"),
     "too large": (member("a", os.urandom(70_000)), "it is too large when unpacked"),
     "large only in its header": (member("a", size=2**40), "'a': its size is 1099511627776"),
@@ -360,11 +359,6 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "endless extended header": (pax(b"0 path=a\n") + member("a"), "invalid header"),
     "negative long name": (with_size(-512, tarfile.GNUTYPE_LONGNAME) + member("a"), "'a': its size is -512"),
     "negative extended header": (with_size(-512, tarfile.XHDTYPE) + member("a"), "'a': its size is -512"),
-    "huge extended header": (pax(bytes(60_000)) + member("a"), "'pax': its header has 60000 bytes"),
-    "huge long name": (
-        member("a", b"n" * 60_000, type=tarfile.GNUTYPE_LONGNAME) + member("b"),
-        "'a': its header has 60000 bytes",
-    ),
     "endless chain of headers": (member("a", b"n", type=tarfile.GNUTYPE_LONGNAME) * 2000, "maximum recursion depth"),
     "wrong sum in the middle": (member("a") + with_wrong_sum() + member("c"), "bad checksum"),
     "cut in a header": (member("a") + member("b")[:300], "truncated header"),
@@ -425,9 +419,7 @@ def test_hostile_archive_is_rejected_and_leaves_nothing(
 
     Nothing outside the target directory is changed, and the target directory is removed.
     """
-    monkeypatch.setattr(archive, "MAX_MEMBERS", 20)
     monkeypatch.setattr(archive, "MAX_BYTES", 70_000)
-    monkeypatch.setattr(archive, "MAX_HEADER_BYTES", 50_000)
     packed, text = HOSTILE[name]
     (tmp_path / "below").mkdir()
     before = len(list(Path("/proc/self/fd").iterdir()))

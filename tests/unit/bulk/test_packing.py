@@ -646,8 +646,3 @@ def test_braces_in_packing_patterns_are_compiled_to_a_single_expression(tmp_path
     make(tmp_path, ["ab" * 15])
 
     assert list(entries(logs(tmp_path, "{a,b}" * 30))) == ["./" + "ab" * 15]
-
-
-def test_overlong_packing_patterns_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(HostError, match="^cannot use the patterns: they have more than 5000 characters$"):
-        logs(tmp_path, *["[" * 4000] * 2)

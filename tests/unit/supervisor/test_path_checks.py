@@ -256,16 +256,6 @@ def test_match_check_limits_matching_lines_per_cycle(path: Path) -> None:
     assert len(fails(watch)) == 5
 
 
-def test_match_check_limits_empty_lines_per_cycle(path: Path) -> None:
-    """A job can write empty lines at almost no cost, whereas the agent has to compare each of them."""
-    watch = watch_of(path, "match 'x'")
-    watch.look()
-    append(path, "\n" * path_checks.MAX_LINES + "x\n")
-
-    assert not fails(watch)
-    assert len(fails(watch)) == 1
-
-
 def test_match_check_merges_lines_that_do_not_match(path: Path) -> None:
     """Consecutive lines without a match produce at most 64 findings, because more would not change what a rule does."""
     watch = watch_of(path, "match 'x'")

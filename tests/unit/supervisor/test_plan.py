@@ -6,7 +6,7 @@ import pytest
 
 from agent_shim.supervisor.monit import control_file, parser
 from agent_shim.supervisor.monit.ast import Action, JobFile, MonitProgram
-from agent_shim.supervisor.plan import MAX_FILES, ProcessSpec, RestartLimit, plan
+from agent_shim.supervisor.plan import ProcessSpec, RestartLimit, plan
 
 WEB = """
 check process web
@@ -162,15 +162,6 @@ def test_monit_file_above_its_size_limit_fails_its_job() -> None:
         assert errors(JobFile("web", "more", text), JobFile("other", "", check("other"))) == {
             "web": "cannot read web/more.monit: it has more than 256 KiB"
         }
-
-
-def test_job_with_too_many_monit_files_fails() -> None:
-    files = [JobFile("web", f"{number}", check(f"web{number}")) for number in range(MAX_FILES + 1)]
-
-    assert errors(*files[1:]) == {}
-    assert errors(*files, JobFile("other", "", check("other"))) == {
-        "web": "cannot use the monit files of job web: there are more than 100"
-    }
 
 
 def test_duplicate_service_name_fails_the_later_job() -> None:

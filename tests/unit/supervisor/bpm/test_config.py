@@ -347,18 +347,6 @@ def test_bpm_root_directory_is_configurable() -> None:
         config.parse(text, origin="x")
 
 
-@pytest.mark.parametrize(
-    "repeated",
-    ["- {<<: *a}\n" * 2000, "- {env: *a}\n" * 2000, "- {args: *b}\n" * 2000],
-    ids=["merges", "mappings", "lists"],
-)
-def test_bpm_config_with_exploding_aliases_is_rejected(repeated: str) -> None:
-    """The number of keys and items is limited, because ten times as many aliases would use up the machine's memory."""
-    keys = ", ".join(f"k{number}: 1" for number in range(2000))
-    with pytest.raises(ConfigError, match="more than 100000 keys and items, aliases included"):
-        parse(f"a: &a {{{keys}}}\nb: &b [{'x, ' * 2000}]\nprocesses:\n{repeated}")
-
-
 def test_bpm_config_above_its_size_limit_is_rejected() -> None:
     longest = WHOLE + "#".ljust(config.MAX_BYTES - len(WHOLE.encode()), "a")
 
