@@ -99,7 +99,9 @@ def loop_device(stand: Stand, megabytes: int) -> str:
 
 
 @case(
-    "D-05", "blobs are truncated, changed or missing", attack="a blobstore delivers a blob other than the requested one"
+    "D-05",
+    "blobs are truncated, changed or missing",
+    attack="a blobstore delivers a different blob than the one requested",
 )
 async def test_apply_refuses_incomplete_changed_and_missing_blobs(stand: Stand) -> None:
     await stand.boot()

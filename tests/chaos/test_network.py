@@ -375,7 +375,7 @@ def _nonsense() -> dict[str, bytes]:
 @case(
     "N-10",
     "the bus server sends every -ERR, invalid data, and a message in two pieces",
-    attack="a neighbour sends the agent nonsense from a server that it accepts as the bus",
+    attack="a neighbour poses as the bus and sends invalid data",
     is_long=True,
 )
 async def test_agent_survives_invalid_server_messages(stand: Stand) -> None:

@@ -37,7 +37,7 @@ async def test_d1_a_bare_digest_is_a_sha1(world: LocalAgent) -> None:
     assert await refused(world, SHA1) == ""
 
 
-@pytest.mark.attack("a blobstore delivers a blob other than the requested one")
+@pytest.mark.attack("a blobstore delivers a different blob than the one requested")
 @pytest.mark.parametrize(
     "good", [f"{WRONG};sha256:{SHA256}", f"sha256:00;sha512:{SHA512};{WRONG}", f"sha512:{SHA512};sha256:00"]
 )
@@ -60,7 +60,7 @@ async def test_d4_two_digests_of_one_algorithm_are_rejected(world: LocalAgent) -
     )
 
 
-@pytest.mark.attack("a blobstore delivers a blob other than the requested one")
+@pytest.mark.attack("a blobstore delivers a different blob than the one requested")
 @pytest.mark.parametrize("empty", ["", ";", ";;;"])
 async def test_d5_blob_without_a_digest_is_rejected(world: LocalAgent, empty: str | None) -> None:
     assert await refused(world, empty) == "no digest algorithm found. Supported algorithms: sha1, sha256, sha512"

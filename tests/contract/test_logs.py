@@ -136,7 +136,7 @@ async def test_a5_missing_logs_give_an_empty_archive(world: LocalAgent) -> None:
     assert await fetched(world, "system") == {}
 
 
-@pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
+@pytest.mark.attack("a job exposes other users' files through links or hard links in its log directory")
 async def test_a5_files_outside_the_logs_of_a_job_are_not_packed(world: LocalAgent) -> None:
     (world.paths.log / "web/secret.log").symlink_to(world.paths.settings_cache)
     (world.paths.log / "web/all").symlink_to(world.paths.bosh)
@@ -220,7 +220,7 @@ async def test_a4_oldest_log_bundle_is_removed_if_there_are_too_many(
     assert [path.exists() for path in paths] == [False, True, True]
 
 
-@pytest.mark.attack("an SSH user reads another operator's archive of logs")
+@pytest.mark.attack("an SSH user reads another operator's log archive")
 @pytest.mark.root
 @pytest.mark.parametrize(("owner", "group"), [("nobody", None), ("nobody:daemon", "daemon")])
 async def test_a4_log_bundle_belongs_to_the_requested_user(world: LocalAgent, owner: str, group: str | None) -> None:
@@ -293,7 +293,7 @@ async def test_a4_remove_file_removes_a_temporary_file(world: LocalAgent) -> Non
     assert [path.name for path in (left, link, target) if os.path.lexists(path)] == ["target"]
 
 
-@pytest.mark.attack("a request removes a file that is not an archive of logs")
+@pytest.mark.attack("a request removes a file that is not a log archive")
 async def test_a4_remove_file_removes_nothing_outside_the_temporary_directory(world: LocalAgent) -> None:
     """The Go agent, which runs as root, would remove any path with everything below it."""
     kept = await world.value("bundle_logs", {"log_type": "job"})
@@ -329,7 +329,7 @@ async def test_a4_removing_a_missing_log_bundle_succeeds(world: LocalAgent, path
     assert await world.call("remove_file", path) == {"value": path}
 
 
-@pytest.mark.attack("a request removes a file that is not an archive of logs")
+@pytest.mark.attack("a request removes a file that is not a log archive")
 async def test_a4_symlink_in_place_of_a_log_bundle_is_removed_not_followed(world: LocalAgent) -> None:
     path = Path((await world.value("bundle_logs", {"log_type": "job"}))["logs_tar_path"])
     victim = world.paths.base / "victim"

@@ -386,7 +386,7 @@ async def test_disk_error_is_reported_as_an_action_error(
         await do(bundles, bundle)
 
 
-@pytest.mark.attack("a worker answers another request, or dies at any moment")
+@pytest.mark.attack("a worker sends the answer to a different request, or dies at any moment")
 async def test_worker_answer_with_the_wrong_number_of_outcomes_is_rejected(paths: Paths) -> None:
     async def work(request: protocol.Request, **_: object) -> Done:
         return Done(outcomes=[Outcome()] * 2)

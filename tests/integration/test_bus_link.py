@@ -99,7 +99,7 @@ async def test_invalid_server_message_leads_to_a_new_connection(words: bytes) ->
         assert bus.stats.attempts == 2
 
 
-@pytest.mark.attack("a neighbour sends the agent nonsense from a server that it accepts as the bus")
+@pytest.mark.attack("a neighbour poses as the bus and sends invalid data")
 @pytest.mark.parametrize(
     "words",
     [
@@ -147,7 +147,7 @@ async def test_unusual_server_messages_are_tolerated(words: bytes) -> None:
         assert bus.stats.connects == 1
 
 
-@pytest.mark.attack("a neighbour sends the agent nonsense from a server that it accepts as the bus")
+@pytest.mark.attack("a neighbour poses as the bus and sends invalid data")
 async def test_advertised_cluster_servers_are_not_remembered() -> None:
     """The agent connects only to the addresses in its settings.
 
@@ -211,7 +211,7 @@ async def test_connection_to_a_server_that_pings_without_reading_is_closed(monke
     assert sent < 50_000_000
 
 
-@pytest.mark.attack("a neighbour sends the agent nonsense from a server that it accepts as the bus")
+@pytest.mark.attack("a neighbour poses as the bus and sends invalid data")
 @pytest.mark.parametrize("words", [b"MSG agent.agent 1 %d\r\n" % 10**11, b"INFO ", b"MSG ", b"+"])
 async def test_endless_server_line_or_message_closes_the_connection(
     words: bytes, monkeypatch: pytest.MonkeyPatch
@@ -238,7 +238,7 @@ async def test_endless_server_line_or_message_closes_the_connection(
     assert sent < 20_000_000
 
 
-@pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
+@pytest.mark.attack("a neighbour strips or weakens TLS on the bus connection, or injects bytes before the handshake")
 @pytest.mark.parametrize("limit", ["5", '"x"', "null", "-1", "[]"])
 async def test_message_limit_announced_before_tls_is_ignored(limit: str) -> None:
     """An attacker could announce a tiny limit, and the agent would then drop all its replies and heartbeats."""
@@ -356,7 +356,7 @@ async def test_exit_during_a_failed_connection_attempt_leaves_no_connection() ->
         await asyncio.wait_for(closed.wait(), 30)
 
 
-@pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
+@pytest.mark.attack("a neighbour strips or weakens TLS on the bus connection, or injects bytes before the handshake")
 async def test_bus_sends_nothing_to_a_server_without_tls() -> None:
     """If an attacker removes the TLS requirement from the server's greeting, the agent sends nothing."""
     plain = json.loads(INFO[5:])
@@ -374,7 +374,7 @@ async def test_bus_sends_nothing_to_a_server_without_tls() -> None:
     assert seen == []
 
 
-@pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
+@pytest.mark.attack("a neighbour strips or weakens TLS on the bus connection, or injects bytes before the handshake")
 async def test_bus_rejects_old_tls_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """If an attacker offers only TLS 1.1, which OpenSSL can be configured to accept, the agent sends nothing."""
     real, seen = tls.client_context, list[str]()
@@ -399,7 +399,7 @@ async def test_bus_rejects_old_tls_versions(monkeypatch: pytest.MonkeyPatch) -> 
         writer.close()
 
 
-@pytest.mark.attack("a neighbour removes or weakens the bus's TLS, or injects bytes before it")
+@pytest.mark.attack("a neighbour strips or weakens TLS on the bus connection, or injects bytes before the handshake")
 async def test_bus_ignores_bytes_received_before_tls() -> None:
     """Bytes that an attacker adds after the greeting are discarded when TLS starts."""
     heard = []

@@ -280,7 +280,7 @@ async def test_https_requests_beyond_64_mib_in_total_get_503(agent: PingAgent, t
         assert bus.stats.flooded >= 1
 
 
-@pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
+@pytest.mark.attack("a neighbour overloads the create-env endpoint with slow, endless or many requests")
 async def test_unauthenticated_https_connections_do_not_evict_authenticated_ones(
     agent: PingAgent, tmp_path: Path
 ) -> None:
@@ -297,7 +297,7 @@ async def test_unauthenticated_https_connections_do_not_evict_authenticated_ones
         assert (await read_answer(reader)).status == 200
 
 
-@pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
+@pytest.mark.attack("a neighbour overloads the create-env endpoint with slow, endless or many requests")
 @pytest.mark.parametrize("begins_tls", [False, True])
 async def test_full_https_server_drops_the_oldest_unauthenticated_connection(
     agent: PingAgent, tmp_path: Path, begins_tls: bool
@@ -321,7 +321,7 @@ async def test_full_https_server_drops_the_oldest_unauthenticated_connection(
         assert await AgentClient(bus.port).value("ping") == "ping"
 
 
-@pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
+@pytest.mark.attack("a neighbour overloads the create-env endpoint with slow, endless or many requests")
 async def test_https_connections_do_not_evict_a_handshake_from_another_address(
     agent: PingAgent, tmp_path: Path
 ) -> None:
@@ -339,7 +339,7 @@ async def test_https_connections_do_not_evict_a_handshake_from_another_address(
         writer.close()
 
 
-@pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
+@pytest.mark.attack("a neighbour overloads the create-env endpoint with slow, endless or many requests")
 async def test_flood_of_https_handshakes_does_not_lock_out_other_callers(agent: PingAgent, tmp_path: Path) -> None:
     """Sixteen clients compete for eight connections. Each of them repeatedly completes a TLS handshake and disconnects.
     Other callers are still answered.
@@ -595,7 +595,7 @@ async def test_https_listen_error_names_the_address_without_its_password(
 # --- endless unauthenticated requests ---------------------------------------------------------------------------------
 
 
-@pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
+@pytest.mark.attack("a neighbour overloads the create-env endpoint with slow, endless or many requests")
 @pytest.mark.parametrize(
     ("begin", "again"),
     [
@@ -631,7 +631,7 @@ async def test_endless_unauthenticated_https_request_is_not_kept_in_memory(
     assert (await AgentClient(bus.port).call("ping")) == {"value": "ping"}
 
 
-@pytest.mark.attack("a neighbour fills the create-env endpoint with slow, endless or many requests")
+@pytest.mark.attack("a neighbour overloads the create-env endpoint with slow, endless or many requests")
 @pytest.mark.parametrize(("begin", "again"), [(b"GET /agent HTTP/1.1\r\nX: ", b"a"), (b"", b"\r\n")])
 async def test_slow_unauthenticated_https_client_is_disconnected(hasty: HttpsBus, begin: bytes, again: bytes) -> None:
     """The client keeps sending single bytes, but the headers must be complete within the time limit."""

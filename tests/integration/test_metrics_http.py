@@ -251,7 +251,7 @@ async def test_idle_metrics_connections_do_not_starve_a_probe(where: Where, monk
             writer.close()
 
 
-@pytest.mark.attack("a job takes the port of the metrics or of sshd")
+@pytest.mark.attack("a job listens on the port for metrics or sshd")
 async def test_agent_runs_without_its_metrics_port_if_it_is_in_use_or_off(caplog: pytest.LogCaptureFixture) -> None:
     """A port in use is logged as an error with the address, and the agent continues."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -211,7 +211,7 @@ async def test_rotation_to_an_unreachable_new_address_fails(tmp_path: Path) -> N
         assert await talk.director.value("agent", "ping") == "ping"
 
 
-@pytest.mark.attack("a neighbour in the place of the bus or a name server answers neither connections nor look-ups")
+@pytest.mark.attack("a neighbour poses as the bus or a name server and never answers")
 async def test_rotation_to_many_silent_addresses_takes_no_longer_than_to_one(tmp_path: Path) -> None:
     """If the agent waited for each address in turn, all its other tasks would be blocked."""
     async with talking(tmp_path, timing=replace(FAST, connect=2.0, unreachable=0.5)) as talk:

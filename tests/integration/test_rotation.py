@@ -246,7 +246,7 @@ async def test_deployment_log_size_overrides_the_configured_one(logs: Path) -> N
     assert log.stat().st_size == 0
 
 
-@pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
+@pytest.mark.attack("a job exposes other users' files through links or hard links in its log directory")
 async def test_rotation_ignores_links_and_hard_links(logs: Path, tmp_path: Path) -> None:
     """If the agent followed links, a job could make it read or truncate any file on the machine, or change its
     owner.

@@ -388,7 +388,7 @@ async def test_worker_terminated_while_unpacking_removes_its_files(
     assert len(tree(paths.data_packages)) in (0, 5000)
 
 
-@pytest.mark.attack("a worker answers another request, or dies at any moment")
+@pytest.mark.attack("a worker sends the answer to a different request, or dies at any moment")
 async def test_worker_killed_at_any_moment_leaves_no_partial_bundle(
     paths: Paths, started: list[process.Process]
 ) -> None:
@@ -484,7 +484,7 @@ class Guess(msgspec.Struct, tag=True):
     password: str
 
 
-@pytest.mark.attack("a worker answers another request, or dies at any moment")
+@pytest.mark.attack("a worker sends the answer to a different request, or dies at any moment")
 async def test_invalid_worker_request_is_reported_without_its_text() -> None:
     """The error contains only the exception's type and place, because its message could quote a secret."""
     with pytest.raises(ActionError) as caught:

@@ -367,7 +367,7 @@ def test_reads_follow_only_links_that_root_placed(tmp_path: Path, planted: str) 
     assert process_record.read(path) is None
 
 
-@pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
+@pytest.mark.attack("a job exposes other users' files through links or hard links in its log directory")
 def test_hard_link_to_a_file_of_root_is_not_read(tmp_path: Path) -> None:
     """Without ``fs.protected_hardlinks`` on the host, a job can create a hard link to any file in its log directory.
     The agent must not show its content, for example as the last line of a log.
@@ -456,7 +456,7 @@ async def test_thousands_of_job_processes_do_not_block_the_loop(pod: PodInstance
     assert re.findall("the event loop was blocked: a callback computed.*", pod.log) == []
 
 
-@pytest.mark.attack("a job replaces a directory of root's programs in a volume that everyone may write to")
+@pytest.mark.attack("a job replaces a directory with root's programs on a world-writable volume")
 async def test_jobs_cannot_replace_root_programs_in_a_world_writable_volume(pod: PodInstance) -> None:
     """The kubelet creates an emptyDir with mode 0777. If the agent did not change that, a job could replace the
     directory of a program that root runs.
@@ -486,7 +486,7 @@ async def test_jobs_can_enter_volumes_with_restrictive_modes(pod: PodInstance) -
     assert pod.machine.run(f"{AS_VCAP} ls -d /var/vcap/data/packages/.") == "/var/vcap/data/packages/.\n"
 
 
-@pytest.mark.attack("a job replaces a directory of root's programs in a volume that everyone may write to")
+@pytest.mark.attack("a job replaces a directory with root's programs on a world-writable volume")
 async def test_job_cannot_create_the_run_directory_of_sshd(pod: PodInstance) -> None:
     """If the root file system is read-only, ``/run`` is a world-writable emptyDir. The agent restricts its mode."""
     pod.start_container()
@@ -545,7 +545,7 @@ def test_job_cannot_replace_the_marker_of_a_world_writable_disk(tmp_path: Path) 
     assert stat.S_IMODE(volume.stat().st_mode) == 0o755
 
 
-@pytest.mark.attack("a job stops every process of its user, the agent's children among them")
+@pytest.mark.attack("a job stops all processes of its user, including children of the agent")
 async def test_job_that_stops_all_processes_of_its_user_does_not_block_the_agent(pod: PodInstance) -> None:
     """The job sends SIGSTOP to every process of vcap, including children of the agent that have switched to vcap but
     not yet executed their program. The agent keeps answering.

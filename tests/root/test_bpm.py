@@ -379,7 +379,7 @@ def test_every_documented_bpm_key_has_a_check() -> None:
 
 
 @pytest.mark.attack("a bpm process reads another job's files or the agent's settings")
-@pytest.mark.attack("root in a container leaves a bpm jail by a mount")
+@pytest.mark.attack("root in a container escapes from a bpm sandbox with a mount")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_keys_have_the_documented_effect(look: Callable[[int], Any], level: int) -> None:
     """Jobs that use every key of bpm.yml report their files, ids, limits, signals and environment.
@@ -657,7 +657,7 @@ return [outside, inside, log("web", "stderr")]
 """
 
 
-@pytest.mark.attack("root in a container leaves a bpm jail by a mount")
+@pytest.mark.attack("root in a container escapes from a bpm sandbox with a mount")
 def test_mounts_below_shared_bpm_volumes_propagate_both_ways(inside: Inside) -> None:
     """Mounts below volumes that are not shared propagate only from the machine to the job, or not at all."""
     outside, inner, errors = run(inside, 1, SHARED)

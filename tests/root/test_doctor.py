@@ -87,7 +87,7 @@ def test_doctor_reports_missing_write_access_of_vcap(box: Machine) -> None:
     assert verdict(report, "bpm isolation")[0] == "good"
 
 
-@pytest.mark.attack("a job takes the port of the metrics or of sshd")
+@pytest.mark.attack("a job listens on the port for metrics or sshd")
 def test_doctor_reports_another_process_on_the_agents_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent runs without its metrics port if another process has it. The doctor used to report this process as the
     agent.

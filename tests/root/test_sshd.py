@@ -231,7 +231,7 @@ def test_ssh_session_outlives_the_server(alone: Alone) -> None:
     assert out == b"got it\n"
 
 
-@pytest.mark.attack("an SSH user reads another operator's archive of logs")
+@pytest.mark.attack("an SSH user reads another operator's log archive")
 def test_log_archive_is_fetched_by_scp_as_the_cli_does(alone: Alone) -> None:
     """Only the operator who requested the archive can read it."""
     key = alone.setup("bosh_cli")["host_public_key"]
@@ -337,7 +337,7 @@ def test_existing_ssh_server_of_the_image_is_used(alone: Alone, stranger: Callab
     assert ":22 " in alone.run("ss", "-Htln").stdout
 
 
-@pytest.mark.attack("a job takes the port of the metrics or of sshd")
+@pytest.mark.attack("a job listens on the port for metrics or sshd")
 def test_job_listening_on_the_sshd_port_is_reported(alone: Alone) -> None:
     """Docker allows all users to listen on port 22. If the agent mistook a job for the SSH server, the operator would
     get a wrong host key without an explanation.
@@ -359,7 +359,7 @@ def test_job_listening_on_the_sshd_port_is_reported(alone: Alone) -> None:
     assert "bosh_any" not in (alone.box.root / "etc/passwd").read_text()
 
 
-@pytest.mark.attack("a job takes the port of the metrics or of sshd")
+@pytest.mark.attack("a job listens on the port for metrics or sshd")
 def test_job_process_named_sshd_is_left_alone(alone: Alone) -> None:
     """A clean-up stops only the agent's own server. In the past, a thousand processes with the same name that ignored
     SIGTERM delayed each clean-up by half an hour.

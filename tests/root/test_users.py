@@ -138,7 +138,7 @@ every process that switches to their user, or keep creating files in the home di
 """
 
 
-@pytest.mark.attack("an SSH user has processes that survive the clean-up")
+@pytest.mark.attack("an SSH user leaves processes that survive the clean-up")
 @pytest.mark.parametrize("commands", STAYING.values(), ids=STAYING.keys())
 def test_processes_of_a_removed_ssh_user_end(box: Machine, inside: Inside, commands: list[list[str]]) -> None:
     """Remaining processes would belong to the next user who gets the same uid."""
@@ -221,7 +221,7 @@ def test_authorized_keys_of_vcap_replace_the_previous_ones(box: Machine, inside:
     assert box.run("cd /home/vcap && stat -c '%a %U' .ssh .ssh/authorized_keys") == "700 vcap\n600 vcap\n"
 
 
-@pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
+@pytest.mark.attack("an SSH user replaces the directory or file for SSH keys with a link, a FIFO or another directory")
 def test_keys_of_vcap_are_not_written_through_a_link(box: Machine, inside: Inside) -> None:
     """If root followed the link, vcap could make root create files in directories that only root may write to."""
     box.run("rm -rf /home/vcap/.ssh && mkdir -m 700 /etc/victim && ln -s /etc/victim /home/vcap/.ssh")
@@ -234,7 +234,7 @@ def test_keys_of_vcap_are_not_written_through_a_link(box: Machine, inside: Insid
     assert list((box.root / "etc/victim").iterdir()) == []
 
 
-@pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
+@pytest.mark.attack("an SSH user replaces the directory or file for SSH keys with a link, a FIFO or another directory")
 def test_keys_of_an_operator_are_not_written_through_a_link(box: Machine, inside: Inside) -> None:
     """An operator who is set up a second time could have replaced the directory with a link to one of root's
     directories or to another user's keys.
@@ -258,7 +258,7 @@ def test_keys_of_an_operator_are_not_written_through_a_link(box: Machine, inside
     assert box.run("cat /etc/aim/authorized_keys") == "kept\n"
 
 
-@pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
+@pytest.mark.attack("an SSH user replaces the directory or file for SSH keys with a link, a FIFO or another directory")
 @pytest.mark.parametrize("planted", ["mkfifo", "mkdir", "ln -s /etc/led-to"])
 def test_object_planted_at_the_authorized_keys_does_not_block(box: Machine, inside: Inside, planted: str) -> None:
     """In the past, a FIFO at this path blocked each boot until a timeout."""
@@ -272,7 +272,7 @@ def test_object_planted_at_the_authorized_keys_does_not_block(box: Machine, insi
     assert not (box.root / "etc/led-to").exists()
 
 
-@pytest.mark.attack("an SSH user puts a link, a FIFO or a directory in the place of keys")
+@pytest.mark.attack("an SSH user replaces the directory or file for SSH keys with a link, a FIFO or another directory")
 def test_user_that_stops_the_key_writer_delays_the_agent_only_briefly(box: Machine, inside: Inside) -> None:
     """A process of vcap sends SIGSTOP to the process that writes vcap's keys. In the past, the agent waited a minute
     for each such process, and could create no other user in that time.

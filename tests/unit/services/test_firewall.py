@@ -103,7 +103,7 @@ async def test_packet_filter_skips_an_invalid_address(url: str, rules: list[str]
     assert rules == [chains(frozenset({("127.0.0.1", 4222)}), {0, os.geteuid()})]
 
 
-@pytest.mark.attack("a neighbour in the place of the bus or a name server answers neither connections nor look-ups")
+@pytest.mark.attack("a neighbour poses as the bus or a name server and never answers")
 async def test_unresponsive_name_server_does_not_block_file_access(
     monkeypatch: pytest.MonkeyPatch, rules: list[str]
 ) -> None:

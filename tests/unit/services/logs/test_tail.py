@@ -109,7 +109,7 @@ def _target(link: Path) -> str:
         return ""
 
 
-@pytest.mark.attack("a job delivers other users' files through its log directory, by links or hard links")
+@pytest.mark.attack("a job exposes other users' files through links or hard links in its log directory")
 def test_tail_follows_no_symlink(tmp_path: Path, follower: Follower, clock: Clock) -> None:
     """Otherwise a job could make the log reader show files that only root may read."""
     secret = tmp_path.parent / f"{tmp_path.name}-secret.log"
