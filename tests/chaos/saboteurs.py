@@ -116,8 +116,8 @@ NETWORK: Final = (
         "N-01",
         "waits a minute after a failed attempt",
         NATS,
-        "    step: float = 2.0\n    longest: float = 10.0\n",
-        "    step: float = 60.0\n    longest: float = 60.0\n",
+        "        most = min(failures * self.step, self.longest)\n",
+        "        most = 60.0\n",
         "did not answer a ping",
     ),
     Saboteur(
