@@ -118,7 +118,7 @@ def test_delete_vm_forces_deletion_on_an_unresponsive_node(
     assert [name for name in cluster.snapshot() if name != "nodes/node-1"] == []
 
 
-def test_delete_vm_does_not_force_deletion_while_the_node_cannot_be_read(
+def test_delete_vm_does_not_force_deletion_if_reading_the_node_fails_temporarily(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
 ) -> None:
     vm = cpi.create_vm(grace=0)

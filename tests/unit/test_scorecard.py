@@ -137,7 +137,7 @@ def test_failed_scorecard_row_names_only_the_broken_invariant() -> None:
     assert row_of(case, [report("passed")], figures, {}, is_full=True).figures == "0 jobs restarted"
 
 
-def test_longest_wait_adds_up_the_slowest_thread_of_each_process() -> None:
+def test_total_wait_includes_only_the_slowest_thread_of_each_process() -> None:
     before = {"1": {"1": 5.0, "2": 1.0}, "2": {"2": 7.0}, "3": {}}
     after = {"1": {"1": 5.5, "2": 1.2}, "2": {"2": 7.0, "9": 0.25}, "3": {}}
 

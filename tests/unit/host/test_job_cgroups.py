@@ -59,7 +59,7 @@ def test_job_cgroup_members_include_nested_cgroups(own: Path) -> None:
         ("/", False),
     ],
 )
-def test_members_of_finds_processes_in_a_job_cgroup_and_below_it(
+def test_processes_in_a_job_cgroup_and_below_it_are_found(
     monkeypatch: pytest.MonkeyPatch, path: str, is_in: bool
 ) -> None:
     """The processes of a job cgroup must still be found, because agents before 0.3 put processes into such cgroups

@@ -110,7 +110,7 @@ def test_incarnation_differs_in_a_container_with_a_reused_namespace_number(monke
     assert proc.incarnation().rpartition("/")[0] == before.rpartition("/")[0]
 
 
-def test_small_table_returns_none_if_the_process_table_exceeds_the_limit() -> None:
+def test_process_table_above_the_limit_is_not_read() -> None:
     found = proc.small_table(1 << 22)
     assert found is not None
     assert os.getpid() in found

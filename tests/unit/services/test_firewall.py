@@ -53,7 +53,7 @@ async def obstacle(firewall: Firewall) -> str:
     return firewall.obstacle
 
 
-def test_packet_filter_rejects_connections_to_the_bus_except_by_allowed_users() -> None:
+def test_packet_filter_rejects_connections_to_the_bus_except_from_allowed_users() -> None:
     text = chains(frozenset({("10.0.0.6", 4222), ("2001:db8::6", 4223)}), {0, 500})
 
     rules = [line.strip() for line in text.splitlines() if "daddr" in line]

@@ -73,7 +73,7 @@ async def send_request(obstacle: str = "", **request: Any) -> tuple[list[str], A
         ({"action": "boast", "names": ["db"]}, [], "cannot boast: unknown action"),
     ],
 )
-async def test_monit_api_calls_the_named_services(
+async def test_monit_api_sends_a_request_only_to_the_named_services(
     request_: dict[str, Any], calls: list[str], services: list[str] | str
 ) -> None:
     """With ``wait``, the answer describes the services after they have finished, otherwise before."""
