@@ -1,4 +1,4 @@
-"""Answers the requests of the ``bpm`` command in the running agent. Error texts are those of bpm
+"""Runs in the agent and answers the requests of the ``bpm`` command. Error texts are those of bpm
 (``src/bpm/commands``).
 """
 

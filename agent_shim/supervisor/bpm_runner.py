@@ -154,15 +154,17 @@ class Bpm:
         return found
 
     def check_volumes(self, job: str, volumes: Sequence[bpm.Volume]) -> None:
-        """Raise ``ConfigError`` for volumes on the command line that bpm.yml does not allow."""
+        """Raise ``ConfigError`` if a volume given on the command line breaks bpm's rules for additional volumes in
+        bpm.yml.
+        """
         from agent_shim.supervisor.bpm import config as bpm
 
         for volume in volumes:
             bpm.check_volume(volume.path, job=job, root=PurePosixPath(self._paths.base))
 
     def find(self, job: str, name: str) -> Identity | None:
-        """Find the living process, even if an earlier agent started it. Blocks, perhaps on a file that the process
-        controls.
+        """Return the pid and start time of the running process, even if an earlier agent started it, or None. Blocks
+        while it reads the pidfile and /proc.
         """
         entry = self._entry(job, name)
         pidfile = process_record.read_own(entry.pidfile)
@@ -217,8 +219,8 @@ class Bpm:
             return await self._launch(self._entry(call.job, call.process), wanted)
 
     async def stop(self, call: BpmCall, by: float = float("inf")) -> None:
-        """Send the shutdown signal, then QUIT, then KILL no later than the monotonic time ``by``. End the remaining
-        processes and remove the pidfile.
+        """Send the shutdown signal, then QUIT, then KILL no later than the monotonic time ``by``. Terminate the
+        remaining processes of the tree and remove the pidfile.
         """
         async with self._only(call, "stop"):
             signal_name = "TERM"
@@ -258,7 +260,7 @@ class Bpm:
             return 1 if status is None else status
 
     async def end_run(self, call: BpmCall) -> None:
-        """End the process that ``run`` waits for, if any."""
+        """Terminate the process that ``run`` waits for, if any."""
         if errand := self._entry(call.job, call.process).errand:
             await errand.terminate(SIGNAL_TIMEOUT_S)
 
@@ -329,10 +331,10 @@ class Bpm:
         return running
 
     async def _run_hook(self, entry: BpmProcess, wanted: bpm.ProcessConfig) -> None:
-        """Run the pre_start hook as root and without isolation. Raises ``HostError`` if it fails.
+        """Run the pre_start hook as root and without isolation. Raises ``HostError`` if the hook fails.
 
-        Its working directory is that of start programs, because the real bpm inherits its working directory from the
-        start program that calls it.
+        The hook gets the same working directory as start programs, because under the real bpm, it inherits the working
+        directory of the start program that calls bpm.
         """
         env, directory = self._env(entry.job, wanted), str(self._programs.directory())
         program = keeper.Program([wanted.pre_start], env, cwd=directory)
@@ -443,15 +445,17 @@ class Bpm:
         return list({each["path"]: each for each in reversed(found)}.values())
 
     def _packages_elsewhere(self) -> list[str]:
-        """Return the directories of packages that are not below our package directories. A deployment without a
-        Director only creates links to its packages.
+        """Return the directories of packages that are not below our package directories. Without a Director, for
+        example, a deployment creates only links to its packages, which may be anywhere.
         """
         ends = {os.path.realpath(each) for each in self._paths.packages.glob("*")}
         own = [os.path.realpath(each) for each in (self._paths.packages, self._paths.data_packages)]
         return sorted(end for end in ends if not any(f"{end}/".startswith(f"{each}/") for each in own))
 
     def _remove_cgroup(self, entry: BpmProcess) -> None:
-        """Remove the cgroups of an exited process, after recording an OOM kill in them."""
+        """Remove the cgroups of an exited process. If the kernel's OOM killer killed a process in them, record that
+        first.
+        """
         if hog := self._killed_by_kernel(entry):
             self._hogs.append(hog)
         entry.cgroup.remove()
@@ -461,7 +465,7 @@ class Bpm:
             entry.oom_kills = (entry.cgroup.memory() or (0, 0))[0]
 
     def _killed_by_kernel(self, entry: BpmProcess) -> MemoryKill | None:
-        """Return the OOM kill in the cgroup since the last call, or None."""
+        """Return the OOM kill that happened in the process's cgroup since the last call, or None."""
         with self._counting:
             kills, peak = entry.cgroup.memory() or (0, 0)
             before, entry.oom_kills = entry.oom_kills, kills
@@ -493,7 +497,9 @@ class Bpm:
                 os.close(guarded.open_log(log, 0o600, owner=files.owner_ids(theirs)))
 
     def _complain(self, entry: BpmProcess, wanted: bpm.ProcessConfig, isolation: sandbox.Isolation) -> None:
-        """Warn of requests in bpm.yml that cannot be met, or raise ``HostError`` in strict mode."""
+        """Log a warning about requests in bpm.yml that this container cannot meet or, in strict mode, raise
+        ``HostError``.
+        """
         held = capabilities.privileges().effective if os.geteuid() == 0 else frozenset[str]()
         lacking = [f"capability {each}" for each in wanted.capabilities if each.upper() not in held]
         if wanted.limits.processes is not None and not isolation.processes:
@@ -576,8 +582,8 @@ class Bpm:
         return hogs
 
     def was_killed_for_memory(self, call: BpmCall) -> bool:
-        """Return True if the last exit was caused by a kill because of the memory limit. Each kill accounts for only
-        one exit.
+        """Return True if the process last exited because it was killed for exceeding its memory limit. Each kill
+        explains only one exit, so the next call returns False unless there was another kill.
         """
         entry = self._entry(call.job, call.process)
         if hog := self._killed_by_kernel(entry):
@@ -599,8 +605,9 @@ class Bpm:
 
 
 async def _end(running: process.Process, first: signal.Signals, by: float) -> bool:
-    """Stop a process with bpm's sequence of signals, which its init forwards only to the program itself. KILL is sent
-    at the monotonic time ``by`` at the latest. Return True if the process had to be killed.
+    """Stop a process with bpm's sequence of signals. They are sent to the init above the program, which forwards them
+    to the program alone. KILL is sent no later than the monotonic time ``by``. Return True if the process had to be
+    killed.
     """
     steps = (first, SIGNAL_TIMEOUT_S), (signal.SIGQUIT, QUIT_TIMEOUT_S), (signal.SIGKILL, process.KILL_TIMEOUT_S)
     try:
@@ -617,7 +624,9 @@ async def _end(running: process.Process, first: signal.Signals, by: float) -> bo
 
 
 def _most(which: int, wanted: int, held: Container[str]) -> int:
-    """Return ``wanted`` or, if a process with the capabilities ``held`` cannot set that limit, the hard limit."""
+    """Return ``wanted`` or, if a process with the capabilities ``held`` cannot raise the limit that far, the hard
+    limit.
+    """
     hard = resource.getrlimit(which)[1]
     return wanted if "SYS_RESOURCE" in held or hard == resource.RLIM_INFINITY else min(wanted, hard)
 

@@ -50,7 +50,9 @@ reported.
 """
 
 HINTS: Final = {kind.changed: kind.bit for kind in ORDER if kind.changed}
-"""Bits of the faults that report a change. monit sets these bits also in ``status_hint``."""
+"""The status bits of those event kinds that report a change, by monit's name for the change. In monit's XML, these bits
+are set in ``status_hint`` as well as in ``status``.
+"""
 BITS: Final = {kind.failed: kind.bit for kind in ORDER} | HINTS
 
 

@@ -29,8 +29,8 @@ def usage(path: Path) -> dict[str, float]:
 
 
 def _mounted(device: Path) -> Path:
-    """Return the mount point of a block device, or the device itself if it is not mounted. Following links is safe,
-    because no job can create a block device.
+    """Return the mount point of a block device, or the device itself if it is not mounted. Symlinks in the path can be
+    followed safely, because no job can create the block device to which they lead.
     """
     real = device.resolve()
     return next((mount.point for mount in mounts.mounts() if Path(mount.source).resolve() == real), device)

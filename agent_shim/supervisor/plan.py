@@ -49,7 +49,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     start: values.MonitProgram | None = None
     stop: values.MonitProgram | None = None
     start_call: BpmCall | None = None
-    """The call of bpm if the start program is bpm."""
+    """The parsed call if the start program is bpm, otherwise None."""
     stop_call: BpmCall | None = None
     groups: frozenset[str] = frozenset({VCAP})
     depends: tuple[str, ...] = ()
@@ -61,8 +61,8 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     """The action that is carried out when the pid has changed."""
     limits: tuple[RestartLimit, ...] = ()
     rules: tuple[values.Rule, ...] = ()
-    """All other rules, which are evaluated every ``every`` cycles. Those that monit itself adds for checks of paths
-    come last.
+    """All rules except those for absence, pid changes and the number of restarts. They are evaluated every ``every``
+    cycles. The rules that monit itself adds for checks of paths come last.
     """
     passed_over: tuple[values.Match, ...] = ()
     """Patterns of lines that ``if match`` ignores."""
@@ -70,7 +70,8 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     unsupported: tuple[str, ...] = ()
     """Parsed statements that have no effect. Only their first words are kept, because the rest may contain a password.
 
-    This includes a restart that is impossible without a stop program, because the author may not be aware of that.
+    If the service is never restarted because it has no stop program, this is listed too, because the author of the
+    monit file may not be aware of it.
     """
     error: str = ""
 
@@ -181,7 +182,9 @@ def _specs(job: str, file: values.MonitFile, acted_on: frozenset[str]) -> list[P
 
 
 def is_never_restarted(spec: ProcessSpec) -> bool:
-    """Return True for a process that is never restarted although its author may expect that."""
+    """Return True for a process that has no stop program and is therefore never restarted, although the author of the
+    monit file may expect a restart.
+    """
     is_wanted = spec.is_process and spec.mode == "active" and spec.absence.kind == "restart"
     return is_wanted and spec.start is not None and spec.stop is None
 

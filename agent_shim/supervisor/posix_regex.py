@@ -18,7 +18,9 @@ from typing import Final
 _REG_EXTENDED: Final = 1
 _REG_NOSUB: Final = 8
 _REGEX_BYTES: Final = 256
-"""Size of the buffer for a ``regex_t``, which has 64 bytes in glibc and fewer than this in any other library."""
+"""Size of the buffer for a ``regex_t``. A ``regex_t`` needs 64 bytes in glibc, and less than this buffer in every other
+C library.
+"""
 _LC_ALL_MASK: Final = 0x1FBF
 _PIECE: Final = rb"(?s)\\.|\[\^?\]?(?:\[[:.=].*?[:.=]\]|[^\]])*\]?|."
 

@@ -92,13 +92,15 @@ def exceeds(value: float, limit: Limit) -> bool:
 
 
 def percent(part: float, whole: float) -> float:
-    """Return a percentage rounded to a tenth, as monit compares it, so that a test for equality can match."""
+    """Return a percentage rounded to one decimal place. monit rounds before it compares, so a test for equality can
+    match.
+    """
     return round(100 * part / whole, 1) if whole > 0 else 0.0
 
 
 def judge(rules: Iterable[Rule], figures: Mapping[str, float]) -> Iterator[tuple[int, CheckResult]]:
-    """Compare the figures with the limits of the rules. Yield rule numbers and findings. Rules for a figure that is
-    missing are skipped.
+    """Compare the figures with the limits of the rules. Yield the number of each rule and its result. Rules for a
+    figure that is missing are skipped.
     """
     for number, rule in enumerate(rules):
         if not isinstance(test := rule.test, Limit):

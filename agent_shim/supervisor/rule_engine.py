@@ -32,9 +32,13 @@ logger = logging.getLogger(__name__)
 STEPS: Final = 10
 """Number of parts of a cycle. Services that are due in the same part are checked together."""
 PASS_SHARE: Final = 0.05
-"""Maximum share of a processor for passes over all processes, because a job can have thousands of them."""
+"""Maximum share of one CPU that reading all processes may use. The share is limited because a job can have thousands of
+processes.
+"""
 LOOK_TIMEOUT_S: Final = 60.0
-"""Timeout for a test in a thread. If a path hangs, it keeps the thread, and no other thread is started for it."""
+"""Timeout for a test in a thread. If the test hangs, for example on a path in a dead file system, its thread remains,
+and no other thread is started for that path.
+"""
 ANSWERS: Final = "answers"
 """Key of the port tests that precede the first cycle."""
 REMEMBERED: Final = MONITORED | {State.BOUNCING}
@@ -85,7 +89,9 @@ class _ServiceChecks:
         return self.spec is service.spec and self.identity == _identity(service)
 
     async def process(self, table: _CycleProcesses, memory_total: int) -> list[Numbered]:
-        """Judge the figures of the process and its tree. Return an empty list if the process has just exited."""
+        """Compare the figures of the process and its process tree with the limits of the rules. Return an empty list if
+        the process has just exited.
+        """
         pid, start = self.identity
         root = table.processes.get(pid)
         if root is None or root.start_ticks != start:
@@ -112,8 +118,8 @@ class _ServiceChecks:
         return [*judge(self.spec.rules, figures), *((number, changed) for number in parent_rules)]
 
     def machine(self) -> list[Numbered]:
-        """Judge the figures of the container, or those of the machine if the container has no lower limit. Blocks for a
-        millisecond.
+        """Compare load, memory, swap and CPU figures with the limits of the rules. Memory and swap are those of the
+        container, or those of the machine if the container has no lower limit. Blocks for a millisecond.
         """
         host = host_stats.memory()
         memory = cgroups.memory(cgroups.find(), host) or host
@@ -155,7 +161,7 @@ class RuleEngine:
                 cost = await self._step(checks)
 
     async def _step(self, checks: asyncio.TaskGroup) -> float:
-        """Begin the tests that are due. Return the CPU time spent on the pass over all processes."""
+        """Begin the tests that are due. Return the CPU seconds spent on reading all processes."""
         services = [each for each in self._services() if each.spec.rules]
         before = self._watches
         kept = [each.name for each in services if each.state in REMEMBERED and each.name in before]
@@ -255,8 +261,8 @@ async def _ask(service: Service, test: Connection, number: int) -> list[Numbered
 
 
 async def _echo(service: Service, test: Echo, number: int) -> list[Numbered]:
-    """Send echo requests, and return the finding for the rule ``number``. As in monit, there is none if this container
-    is not allowed to send them.
+    """Send echo requests, and return the result for the rule ``number``. As in monit, the list is empty if this
+    container is not allowed to send such requests.
     """
     begun_at, address = time.monotonic(), service.spec.address
     why = await network_checks.echo(address, test)

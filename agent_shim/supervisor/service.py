@@ -118,7 +118,7 @@ class ServiceContext(msgspec.Struct, frozen=True):
     changed: Callable[[], None]
     """Called after each change to persistent state."""
     was_oom: Callable[[], bool]
-    """Claim a kernel OOM kill that does not explain another exit yet. Returns False if there is none."""
+    """Claim a kernel OOM kill that has not been attributed to another exit yet. Returns False if there is none."""
     may_start: asyncio.Event
     """Cleared while no program may start. Services wait in their starting state."""
     history: History = msgspec.field(default_factory=History)
@@ -489,7 +489,7 @@ class Service:
             return f"its pidfile cannot be read: {exc.strerror}"
 
     async def _apply(self, limit: RestartLimit) -> None:
-        """Carry out the action for too many restarts."""
+        """Carry out the action of a restart limit if the limit has been reached."""
         since = time.monotonic() - limit.cycles * self._timing.cycle
         if sum(at >= since for at in self._restarted_at) >= limit.count:
             said = f"{limit.count} restarts within {limit.cycles} cycles"
@@ -581,7 +581,7 @@ class Service:
 
     async def _has_successor(self, how: Ending) -> bool:
         """Wait for a process that replaces the one that has ended, and return True if there is one. monit would look
-        for it only in its next cycle.
+        for a replacement only in its next cycle.
 
         Some start programs write their own pid and then become a daemon (``echo $$``, ``exec nginx``). They exit with 0
         before the daemon has written its pid, so the daemon gets until the end of the first cycle to write it. Other

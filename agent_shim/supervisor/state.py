@@ -59,7 +59,7 @@ class Trigger(enum.Enum):
     EMPTIED = "emptied"
     """No process of the service remains."""
     STUCK = "stuck"
-    """A process of the service cannot be ended."""
+    """A process of the service survived the stop."""
     FILE_BROKE = "file unusable"
     FILE_MENDED = "file usable"
     REBOOTED = "rebooted"

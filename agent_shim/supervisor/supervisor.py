@@ -248,8 +248,9 @@ class Supervisor:
         Return False if there is no valid saved state. ``root_is_new`` means that the container is new, even if it
         shares the pid namespace of its predecessor.
 
-        For all jobs of the Director, the marker "stopped" takes precedence. If the marker exists although the saved
-        state says that the jobs should run, the state is older than the last stop, which could not be saved.
+        For all jobs of the Director, the marker "stopped" takes precedence over the saved state. If the marker exists
+        although the saved state says that the jobs should run, the state is outdated, because the last stop could not
+        be saved in it.
         """
         saved = await asyncio.to_thread(read_saved, self._paths.supervisor_state)
         if saved is None:
@@ -400,7 +401,9 @@ class Supervisor:
             service.start()
 
     async def seal(self) -> None:
-        """Freeze the saved state, because the container ends and its jobs must be started again by the next agent."""
+        """Save the state and then stop saving it, because the container is about to stop. The state says that the jobs
+        should run, so the next agent starts them again.
+        """
         await self._save()
         self._is_sealed = True
 
@@ -413,7 +416,8 @@ class Supervisor:
         processes is left. A sealed supervisor also stops services that the Director does not know.
 
         Raises ``ActionError`` with the Go agent's text (jobsupervisor/monit_job_supervisor.go), of which the Director
-        matches "Timed out waiting for service". Raises ``HostError`` if the next agent would start a job again.
+        matches "Timed out waiting for service". Raises ``HostError`` if the stop could not be saved, because the next
+        agent would then start the jobs again.
         """
         self._is_wanted = self._is_sealed and self._is_wanted
         kill_after = min(timeout * KILL_SHARE, timeout - min(KILL_RESERVE_S, timeout / 2))
@@ -440,7 +444,9 @@ class Supervisor:
             raise unsaved
 
     async def _record_stop(self) -> HostError | None:
-        """Save a stop and write the marker. Return the error if the next agent would start a job again."""
+        """Save a stop and write the marker "stopped". Return an error unless the next agent is sure to leave the jobs
+        stopped.
+        """
         is_saved = await self._save()
         if self._is_sealed or self._is_wanted:  # the jobs may have been started in the meantime
             return None
@@ -466,8 +472,8 @@ class Supervisor:
             service.unmonitor()
 
     def _concerned(self) -> list[Service]:
-        """The services to which a request for all jobs applies: those in the group vcap or, when the container ends,
-        all.
+        """The services to which a request for all jobs applies: those in the group vcap or, while the container is
+        being stopped, all.
         """
         return [service for service in self._services.values() if self._is_sealed or service.spec.is_vcap]
 
@@ -503,10 +509,10 @@ class Supervisor:
             each.start(is_leading=True)
 
     def trust_pidfile(self, name: str) -> None:
-        """Watch the process that the pidfile names without further checks, as monit did before the agent took its jobs
-        over.
+        """Trust the pidfile and watch the process that it names, as monit did before the agent replaced it.
 
-        Such a process is not a descendant of a keeper, and it may run a program that does not belong to a job.
+        The usual checks would refuse such a process, because it is not a descendant of a keeper, and it may run a
+        program that does not belong to a job.
         """
         service = self._named(name)
         named = process_record.read(service.spec.pidfile)
@@ -583,8 +589,8 @@ class Supervisor:
         self._saving = None
 
     async def saved(self) -> None:
-        """Wait until all changes made so far are saved. A save in progress may already include the last change. Raises
-        ``HostError``.
+        """Wait until all changes made so far are saved, including those that a save in progress is still writing.
+        Raises ``HostError``.
         """
         if self._is_dirty or self._writing.locked():
             await self._require_saved()

@@ -1,4 +1,4 @@
-"""Parses the start and stop commands of monit files that call bpm. Pure."""
+"""Parser for the start and stop programs in monit files if these programs are calls of bpm. Pure."""
 
 from __future__ import annotations
 

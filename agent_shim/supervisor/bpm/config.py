@@ -56,8 +56,8 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Unsafe(msgspec.Struct, frozen=True):
-    """Exceptions from the sandbox: running as root with all capabilities, volumes anywhere (including globs), and the
-    host's pid namespace.
+    """Exceptions to the restrictions of the sandbox: running as root with all capabilities, volumes anywhere (including
+    globs), and use of the host's pid namespace.
     """
 
     privileged: bool = False
@@ -94,7 +94,9 @@ class BpmFile(msgspec.Struct, frozen=True):
     processes: tuple[ProcessConfig, ...] = ()
 
     def process(self, name: str) -> ProcessConfig | None:
-        """Return the first process with this name, which is the argument of ``-p`` or the name of the job."""
+        """Return the first process with this name, or None. The name is the argument of bpm's option ``-p``, or by
+        default the name of the job.
+        """
         return next((process for process in self.processes if process.name == name), None)
 
 
@@ -104,8 +106,8 @@ def parse(
     """Parse a bpm.yml. Raises ``ConfigError`` with the text ``cannot read ORIGIN: line L: KEY PATH: found X, expected
     Y; …``.
 
-    Additional volumes must be below ``root`` and must not be the disks of ``job``. Ignored keys are appended to
-    ``unknown``.
+    Additional volumes must be below ``root`` and must not be the disks of ``job``. For each key that is ignored because
+    it is unknown, a message is appended to ``unknown``.
     """
     if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
         raise ConfigError(f"cannot read {origin}: it has more than {MAX_BYTES >> 10} KiB")
@@ -161,7 +163,7 @@ def _limits(entry: _Map) -> Limits:
 
 
 def _bytes(entry: _Map, key: str) -> int | None:
-    """Parse a number with a unit, which is a power of 1024, as Cloud Foundry's bytefmt does."""
+    """Parse a size such as ``256M`` and return it in bytes. Units are powers of 1024, as in Cloud Foundry's bytefmt."""
     text = entry.text(key)
     if not entry.has(key):
         return None
@@ -198,7 +200,7 @@ def _additional(entry: _Map, root: str, disks: frozenset[str]) -> Volume:
 
 
 def check_volume(path: str, *, job: str, root: PurePosixPath = ROOT) -> None:
-    """Raise ``ConfigError`` with bpm's text if the path of an additional volume is invalid."""
+    """Raise ``ConfigError`` with bpm's error text if the path of an additional volume is invalid."""
     if path != (clean := _clean(path)):
         raise ConfigError(f"volume path must be canonical, expected {clean} but got {path}")
     if path in (str(root / disk / job) for disk in ("data", "store")):
@@ -222,14 +224,14 @@ MAX_DEPTH: Final = 100
 _SIGNED: Final = 2**63 - 1
 _UNSIGNED: Final = 2**64 - 1
 _MAX_DIGITS: Final = 80
-"""Maximum number of digits, which is enough for 64 bits in base 2."""
+"""Maximum length of an integer, including its sign and base prefix. A 64-bit integer in base 2 fits."""
 
 _MAX_SHOWN_CHARS: Final = 40
 """Maximum length of a wrong value that is quoted in an error."""
 
 _TAG: Final = "tag:yaml.org,2002:"
 _NO_NAMES: Final = (f"{_TAG}merge", f"{_TAG}null")
-"""YAML tags of the keys ``<<`` and null, which are not the names of entries."""
+"""YAML tags of ``<<`` and null. If a key has one of these tags, it is not the name of an entry."""
 
 _FLAGS: Final[Mapping[str, bool]] = {
     **dict.fromkeys(("true", "True", "TRUE", "y", "Y", "yes", "Yes", "YES", "on", "On", "ON"), True),
@@ -397,7 +399,9 @@ class _Map:
 
 
 def _line_of(node: yaml.Node | yaml.Event) -> int:
-    """Return the line of a node or event. Every node and event of PyYAML has a mark."""
+    """Return the line number of a node or event, counted from 1. PyYAML always sets the mark, although its type allows
+    None.
+    """
     mark = node.start_mark
     assert mark is not None
     return mark.line + 1
@@ -471,7 +475,9 @@ def _line(text: str, at: int) -> int:
 
 
 def _measure(text: str, origin: str) -> None:
-    """Refuse deep nesting before composing the document, because libyaml's recursion would crash the process."""
+    """Raise ``ConfigError`` if the document is nested too deeply. This has to be checked before the document is
+    composed, because composing is recursive and would overflow the stack, which crashes the process.
+    """
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.CollectionStartEvent):

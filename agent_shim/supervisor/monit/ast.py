@@ -56,8 +56,8 @@ ONCE: Final = Rate()
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """The subject of the check does not exist or, if it is a process, does not run. A rule with this test replaces the
-    built-in restart.
+    """The subject of the check does not exist or, if it is a process, does not run. A rule with this test replaces
+    monit's default, which is to restart the service.
     """
 
 
@@ -131,8 +131,8 @@ class Echo(msgspec.Struct, frozen=True):
 
 
 class Protocol(msgspec.Struct, frozen=True):
-    """The protocol of a connection test. ``name`` is monit's name, ``default`` (only connect) or ``generic`` (the
-    ``dialogue``).
+    """The protocol of a connection test. ``name`` is monit's name for the protocol. With ``default``, the test only
+    connects. With ``generic``, it goes through the texts in ``dialogue``.
 
     A ``send`` text may contain ``\\0xHH`` for bytes, including zero. The remaining fields apply only to http.
     ``checksum`` is the expected checksum of the page. ``content`` is a regular expression that the page must match, or
@@ -164,8 +164,8 @@ Test: TypeAlias = (
     Missing | PidChanged | Restarts | Limit | Changed | Unlike | Match | WrongType | Unreadable | Echo | Connection
 )
 CHANGES: Final = (Changed, Match, PidChanged)
-"""Tests that detect an event instead of a state. Each occurrence counts, and there is no recovery when the event does
-not occur again.
+"""Tests that detect an event instead of a state. Each event counts as a failure. If the next check finds no event, that
+is not reported as a recovery.
 """
 
 

@@ -18,7 +18,7 @@ from agent_shim.supervisor.monit.lexer import URL
 from agent_shim.supervisor.monit.reader import MAX_DIGITS, Reader
 
 MAX_CYCLES: Final = 64
-"""Maximum number of checks of a test that monit takes into account."""
+"""Maximum number of past checks that monit takes into account for one rule."""
 
 MAX_WORDS: Final = 63
 """Maximum number of words of a program, including its path."""
@@ -123,7 +123,9 @@ def _read_test(reader: Reader, wanted: str) -> values.Test | None:
 
 
 def _wanted(reader: Reader, kind: values.Kind) -> str:
-    """Return the key of the next test in ``TESTS``."""
+    """Return the key under which ``TESTS`` lists the next test. Raises ``MonitSyntaxError`` if it lists no such test
+    for this kind of check.
+    """
     first, second = reader.next, reader.second
     is_pair = first.kind in PAIRS
     wanted = f"{first.kind} {second.kind}" if is_pair else first.kind
@@ -366,8 +368,8 @@ def _http(reader: Reader) -> values.Protocol:
 
 
 class Reading(NamedTuple):
-    """A function that reads a test, and the check types that have this test. The function is called with the last word
-    read.
+    """A function that reads a test, and the check types that have this test. The function gets the last word that was
+    already read.
     """
 
     read: Callable[[Reader, str], values.Test | None]
@@ -428,6 +430,6 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "… protocol ftp, mysql and others without options": "only the connection is tested; no known release needs more",
     "if match PATH, ignore match PATH": "no known release reads patterns from another file",
 }
-"""Statements that are parsed and listed but have no effect, with the reason. In a rule, any words may precede
-``then``.
+"""Statements that are parsed and listed but have no effect, with the reason. If such a statement is a rule, the words
+before ``then`` are not checked.
 """

@@ -1,4 +1,4 @@
-"""The ways in which a service's process ends or gets lost, or in which the path of a check disappears."""
+"""Values that say how a service's process ended or was lost, or that the path of a check is missing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 KINDS: Final = ("success", "error", "signal", "unknown")
-"""Kinds of endings: exit code 0, another exit code, a signal, and an unobserved end."""
+"""Kinds of endings: exit code 0, another exit code, a signal, and an exit that the agent did not observe."""
 
 
 class Code(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class Signal(msgspec.Struct, frozen=True):
 
 
 class Unknown(msgspec.Struct, frozen=True):
-    """The end of the process was not observed."""
+    """The process ended, but the agent did not observe how."""
 
     kind = "unknown"
 

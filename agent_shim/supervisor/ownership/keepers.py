@@ -2,7 +2,7 @@
 
 Each program runs below a separate keeper (``host.keeper``). The keeper's label names the owner: a service, a bpm.yml
 process (``bpm.calls.bpm_label``), or the scripts or the rules of a job. All descendants of a keeper belong to its
-label. They cannot escape from the keeper, so no other information about a process is needed.
+label. They cannot escape from the keeper, so nothing else is needed to find the owner of a process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from agent_shim.supervisor.ownership.process_record import Identity
 logger = logging.getLogger(__name__)
 
 EXIT_WAIT_S: Final = 0.25
-"""How long after the exit of a service's process its remaining processes may run before they are signalled."""
+"""Seconds that the other processes of a service may still run after its main process has exited, before they are
+signalled.
+"""
 KILL_ROUNDS: Final = 3
 """How many times KILL is sent to a process tree that is not below the service's keepers. Processes that it forks during
 one round are found in the next.
@@ -68,7 +70,7 @@ class _Lost(NamedTuple):
     """A keeper that was killed while it had descendants."""
 
     start: int
-    """Tick before which none of the keeper's processes started."""
+    """The earliest time at which one of the keeper's processes can have started, in ticks since boot."""
     parent: int
     """The pid of the process that inherited the keeper's processes. 0 means PID 1 or this process."""
     pid: int = 0
@@ -125,8 +127,8 @@ class Keepers:
                 (self._directory / name).unlink()
 
     def settle(self) -> None:
-        """Follow the keepers of an earlier agent, and release those that have no descendants. Call this after reading
-        all exits that they recorded.
+        """Begin to handle the reports of an earlier agent's keepers, and release those keepers that have no
+        descendants. Call this after reading all exits that the keepers recorded.
         """
         for each in self._kept:
             if each.on_change is None:
@@ -248,7 +250,8 @@ class Keepers:
     async def orphans(self, labels: Collection[str]) -> list[Left]:
         """Return the processes that may have been below the killed keepers of these labels.
 
-        This includes a keeper that is still alive and only lost because another program has connected to it.
+        A keeper also counts as killed if another program has connected to it. Such a keeper is still alive, so it is
+        returned as well.
         """
         lost = [self._lost[name] for name in self._lost_of(labels)]
         if lost:  # wait a moment, because a keeper's connection closes just before its processes get another parent
@@ -277,8 +280,8 @@ class Keepers:
     # --- termination --------------------------------------------------------------------------------------------------
 
     async def clear(self, labels: Collection[str], others: Collection[Identity], grace: float) -> None:
-        """End the remaining processes of the last run, because they may occupy a port or lock that the next run needs.
-        KILL follows ``grace`` seconds after TERM.
+        """Terminate the remaining processes of the last run, because they may occupy a port or lock that the next run
+        needs. KILL follows ``grace`` seconds after TERM.
 
         Raises ``HostError`` if some survive.
         """
@@ -293,7 +296,7 @@ class Keepers:
         """Send TERM, and KILL after ``grace`` seconds, to all processes below the keepers of these labels and to
         ``others``.
 
-        ``others`` are ended together with their descendants. Return the survivors, and the orphans of killed keepers.
+        The descendants of ``others`` are terminated too. Return the survivors, and the orphans of killed keepers.
         Orphans are not signalled, because it is unknown which service they belong to. With ``is_usual``, a kill is not
         recorded in ``killed``.
         """
@@ -318,8 +321,8 @@ class Keepers:
         return await asyncio.to_thread(_trees, apart) if apart else []
 
     async def _end(self, each: Keeper, grace: float) -> list[Left]:
-        """End all processes below one keeper, with KILL ``grace`` seconds after TERM, and return the survivors.
-        Processes of a killed keeper are orphans, which are not included.
+        """Send TERM, and KILL after ``grace`` seconds, to all processes below one keeper, and return the survivors. If
+        the keeper was killed, return an empty list, because its processes are then orphans.
         """
         try:
             if await each.end(grace):

@@ -31,32 +31,32 @@ class Timing(msgspec.Struct, frozen=True):
     """Timeouts and intervals in seconds."""
 
     settle: float = 8.0
-    """Uptime after which a process restarted after an unexpected exit counts as running."""
+    """If a process was restarted because it exited unexpectedly, it counts as running once it has been up this long."""
     backoff_first: float = 0.5
     """Delay before the second restart in a row. The first restart is immediate."""
     backoff_limit: float = 10.0
     """Longest delay, which must not exceed a monit cycle. An uptime longer than this resets the back-off."""
     eager: float = 60.0
-    """Period after a requested start in which delays are shorter, because the Director may be waiting for a process
-    that fails until another one is up.
+    """For this long after a requested start, the delays between restarts are shorter, because the Director may be
+    waiting for a process that keeps failing until another process is up.
     """
     eager_limit: float = 1.0
-    """Longest delay during that period. Together with ``settle``, it is less than a cycle, because after a cycle, monit
-    would report the process as running.
+    """Longest delay during the ``eager`` period. The sum of this delay and ``settle`` is less than a cycle, because
+    monit would report the process as running after one cycle.
     """
     stop: float = 30.0
     """How long a process without a stop program may take to exit after TERM."""
     grace: float = 5.0
     """Time between TERM and KILL for processes left by a stop program."""
     linger: float = 2.0
-    """How long the start program may take to exit once the process is up. This is also how long after the start
-    program's exit the process may appear, and how long after its own start a process that became a daemon may be
-    replaced.
+    """How long the start program may take to exit once the process is up. The same time applies to two other waits: the
+    process may appear this long after the exit of the start program, and if a process forks a daemon and exits, the
+    agent accepts the daemon in its place for this long after the start of that process.
     """
     look: float = 1.0
     """Poll interval for changes that no descriptor reports: the appearance of a late process or a path."""
     cycle: float = 10.0
-    """Length of a monit cycle, which is the unit of its rates."""
+    """Length of a monit cycle. Rates of rules are given in cycles."""
 
 
 class LateError(HostError):
@@ -123,7 +123,9 @@ class ProcessFinder:
 
     @property
     def is_refused_process_alive(self) -> bool:
-        """Return True while the process that was refused is alive."""
+        """Return True if the pidfile named a process that was not adopted because it may belong to something else, and
+        that process is still alive.
+        """
         return self._refused is not None and proc.is_there(self._refused[1])
 
     def is_renamed(self, spec: ProcessSpec) -> bool:
@@ -249,7 +251,7 @@ class ProcessFinder:
             pause = min(pause * 2, MAX_POLL_S)
 
     def resume(self, labels: Collection[str], record: ProcessRecord) -> None:
-        """Resume from another agent's record, including a start program that is still running."""
+        """Watch the processes that an earlier agent recorded, including a start program that is still running."""
         if record.was_in_cgroup:
             for label in labels:
                 record.take_over(self._keepers.of_former_agent(label))

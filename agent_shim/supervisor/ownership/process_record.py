@@ -67,7 +67,7 @@ def _read(path: Path | str) -> Pidfile | None:
 def read_own(path: Path) -> Pidfile | None:
     """Read a pidfile that the agent wrote in a directory to which only it can write. Return None for any other file.
 
-    The check is necessary because jobs can create directories in ``sys/run``.
+    The owner and mode of the directory are checked, because jobs can create directories in ``sys/run``.
     """
     trusted = trusted_path.trusted_users()
     try:
@@ -81,8 +81,8 @@ def read_own(path: Path) -> Pidfile | None:
 
 
 _SAVED_NAMES: Final = {"is_only_named": "is_guest", "was_in_cgroup": "is_caged", "others": "kin", "named_by": "heeded"}
-"""Names of these fields in the state file. The fields were renamed in the code, but the state file keeps the names from
-earlier versions.
+"""Maps attributes of ``ProcessRecord`` to their names in the state file. The attributes were renamed, but the file
+keeps the names from earlier versions.
 """
 
 
@@ -106,7 +106,7 @@ class ProcessRecord(msgspec.Struct, rename=_SAVED_NAMES):
     rules, or from an agent without keepers. Their descendants belong to the service too.
     """
     begun: int = 0
-    """Start tick of the last start program."""
+    """Start time of the last start program, in ticks since boot."""
     before: Pidfile | None = None
     """The pidfile as it was before the last start."""
     named_by: Pidfile | None = None

@@ -30,8 +30,8 @@ class Tie(enum.Enum):
     OWNED = "owned"
     """The process is below a keeper of the service, or was taken over from an agent without keepers."""
     SHARED = "shared"
-    """The process was started by a script of its job or by a rule of any job. Such scripts and rules may also have
-    started processes of other services, so a stop ends only this process and its descendants.
+    """The process was started by a script of the service's job or by a rule of any job. Such scripts and rules may also
+    have started processes of other services, so a stop terminates only this process and its descendants.
     """
     NAMED = "named"
     """The process is not below a keeper, but it runs a job's program that was started by hand or by another program. It
