@@ -1,1 +1,1 @@
-"""The commands ``agent-shim``, ``bosh-agent``, ``monit`` and ``bpm``. No module imports them."""
+"""The commands ``agent-shim``, ``bosh-agent``, ``monit`` and ``bpm``. Lower packages never import this one."""

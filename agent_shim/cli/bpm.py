@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FAILED = 1
 ANSWER_TIMEOUT_S = 3600.0
 """Timeout for the agent's answer. It is long because a start waits for the pre-start hook, and a stop waits for the
-process to end.
+process to exit.
 """
 SOCKET = "bosh/agent_shim.sock"
 """Path of the control socket below the base directory."""
@@ -353,7 +353,8 @@ def _shell(call: CommandLine) -> int:
 
 
 def _run(call: CommandLine) -> int:
-    """Run the process, and print its logs until it ends. If this command receives a signal, it ends the process."""
+    """Run the process, and print its logs until it exits. If this command receives a signal, it terminates the process.
+    """
     import contextlib
     import signal
     import threading

@@ -145,7 +145,9 @@ def _job_of(file: Path) -> str:
 
 
 def _wrong_calls(check: Check, file: Path) -> Iterator[str]:
-    """Report each bpm process that a program of the check starts although the job's bpm.yml does not define it."""
+    """Report each bpm process that the check's start or stop program names although the job's bpm.yml does not define
+    it.
+    """
     for verb, program in (("start", check.start), ("stop", check.stop)):
         call = bpm_call(program.argv) if program is not None else None
         if call is None:
@@ -182,7 +184,7 @@ def _wrong_programs(check: Check) -> Iterator[str]:
 
 @dataclass
 class _FileReport:
-    """Findings of one file."""
+    """The mistakes and warnings found in one file."""
 
     file: Path
     kind: str

@@ -1,4 +1,6 @@
-"""The commands behind ``agent-shim`` and ``bosh-agent``. Each imports what it needs when it runs."""
+"""The commands behind ``agent-shim`` and ``bosh-agent``. Each command imports the modules that it needs only when it
+runs.
+"""
 
 from __future__ import annotations
 

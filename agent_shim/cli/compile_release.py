@@ -49,7 +49,7 @@ DEFAULT_OUTPUT: Final = Path("/tmp")  # noqa: S108 - the Go agent's default; fil
 def main(argv: Sequence[str]) -> int:
     """Return 0 when all releases are compiled, 1 at the first failure, 2 for wrong flags, 130 after SIGINT or SIGTERM.
 
-    In all cases, compilation processes are ended and unpacked files are removed.
+    In all cases, compilation processes are terminated and unpacked files are removed.
     """
     args = parser().parse_args([_LONG_FLAG.sub("--", word) for word in argv])
     paths = Paths(args.base.absolute())

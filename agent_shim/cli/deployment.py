@@ -1,4 +1,5 @@
-"""Reads the parts of deployment manifests and releases that commands without a Director need.
+"""Reads deployment manifests and releases, for commands that work without a Director. Parts that these commands do not
+need are ignored.
 
 A release is a checked-out directory, or a tarball of sources or of compiled packages. Mistakes raise ``ConfigError`` or
 ``NotThereError``, whose texts name the file and the place in it.
@@ -87,7 +88,8 @@ class Group(msgspec.Struct):
 
     @property
     def network_names(self) -> list[str]:
-        """Return the names of the networks in the manifest's order. There is at least one."""
+        """Return the names of the networks in the manifest's order, or ``default`` as the only name if it lists none.
+        """
         return [each.name for each in self.networks or ()] or ["default"]
 
     @property
@@ -115,7 +117,7 @@ class Group(msgspec.Struct):
 
 
 class ReleaseOfManifest(msgspec.Struct):
-    """An entry of ``releases``."""
+    """An entry of ``releases`` in a deployment manifest."""
 
     name: str
     version: str | int | float = ""
@@ -143,7 +145,9 @@ class DeploymentManifest(msgspec.Struct):
     addons: list[Addon] | None = None
 
     def group(self, name: str) -> Group:
-        """Return the group of this name, or the only one for "". Raises ``ConfigError``."""
+        """Return the instance group with this name or, if ``name`` is "", the only group of the manifest. Raises
+        ``ConfigError``.
+        """
         found = [group for group in self.instance_groups if name in ("", group.name)]
         if len(found) != 1:
             known = ", ".join(group.name for group in self.instance_groups)
@@ -264,8 +268,8 @@ def open_release(path: Path, scratch: Path) -> ReleaseDirectory:
 
 
 def find_job(job: DeployedJob, releases: Sequence[ReleaseDirectory]) -> ReleaseJob | None:
-    """Return a job from the release that the manifest names, or None. If the manifest names none, or the name of a
-    release is unknown, the first release with such a job is used.
+    """Return a job, or None if no release contains it. The release that the manifest names for the job takes precedence
+    over releases whose name is unknown. If the manifest names no release, the first one with such a job is used.
     """
     having = [
         release

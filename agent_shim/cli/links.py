@@ -1,10 +1,10 @@
 """Resolves the links between the jobs of a manifest, as the Director does.
 
-The rules are those of ``bosh/director/links`` in bosh. If the manifest's ``consumes`` does not mention a link, the only
-job that provides its type provides the link. With ``from``, the only provider of that name and type does so. The value
-``nil`` blocks a link, and ``instances``, ``properties`` and ``address`` define its content directly. An optional link
-may be absent unless ``consumes`` mentions it. It is a mistake if there is more than one possible provider. Links to
-other deployments cannot be resolved here.
+The rules are those of ``bosh/director/links`` in bosh. A link that ``consumes`` in the manifest does not mention comes
+from the only job that provides a link of its type. With ``from``, it comes from the only provider with that name and
+type. The value ``nil`` blocks a link, and ``instances``, ``properties`` and ``address`` define its content directly. An
+optional link may be absent unless ``consumes`` mentions it. It is a mistake if there is more than one possible
+provider. Links to other deployments cannot be resolved here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agent_shim.cli.deployment import BPM, Consumed, DeployedJob, DeploymentMani
 from agent_shim.core.errors import ConfigError
 
 NIL: Final = "nil"
-"""The value that blocks a link when the manifest contains it in place of a mapping."""
+"""A link is blocked if its value in the manifest is this text instead of a mapping."""
 MANUAL: Final = ("instances", "properties", "address")
 DOMAIN: Final = "bosh"
 

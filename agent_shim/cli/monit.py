@@ -1,7 +1,8 @@
 """The command ``monit`` for release scripts and operators: sends requests to the running agent.
 
 Options, texts and exit codes match monit 5.2.5 (monitor.c, control.c, http/cervlet.c), because scripts depend on them.
-To start quickly, it imports only the standard library, and other modules only in the actions that need them.
+To start quickly, this module imports little besides the standard library. Its actions import further modules when they
+need them.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A pod may be probed every second, and starting an interpreter is expensive, so t
 nor other commands.
 
 ``live`` checks whether the agent's process is alive, without asking the agent itself. An agent that is slow, stopped or
-starved of CPU time is still alive, and a restart of its container would end all jobs. ``ready`` does ask the agent.
+starved of CPU time is still alive, and a restart of its container would kill all jobs. ``ready`` does ask the agent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 
 SOCKET = "bosh/agent_shim.sock"
 """The path ``paths.Paths.control_socket``, relative to the base. It is repeated here to avoid the import, and a test
-checks that the two are equal.
+checks that both definitions are equal.
 """
 LOCK = "bosh/agent_shim.lock"
 """The path ``paths.Paths.agent_lock``, relative to the base. An agent keeps this file locked for as long as it runs

@@ -136,7 +136,9 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _checked(manifest: ReleaseManifest) -> ReleaseManifest:
-    """Refuse a release without sources, and names that lead out of the directory when they are used as paths."""
+    """Return the manifest. Raises ``ConfigError`` for a release without sources, and for a name that would lead out of
+    its directory if it were used as a path.
+    """
     checked_name("release", manifest.name)
     checked_name("release with the version", manifest.version)
     for package in manifest.packages:
@@ -264,7 +266,9 @@ def _write_packages(sink: packing.Sink, packages: Mapping[str, Path]) -> None:
 
 
 def _header(path: str, member: tarfile.TarInfo | None = None, *, size: int = 0) -> tarfile.TarInfo:
-    """Return an entry that is owned by root and has no time, so that the same sources result in the same bytes."""
+    """Return a tar header with root as owner and without a modification time, so that the same sources result in the
+    same bytes.
+    """
     header = tarfile.TarInfo(f"./{path}")
     header.size, header.mode = size, FILE_MODE
     header.uname = header.gname = "root"

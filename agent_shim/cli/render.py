@@ -33,8 +33,8 @@ EXECUTABLE: Final = 0o755
 COMPILE: Final = "use a compiled release (see `bosh-agent compile`)"
 LOOPBACK: Final = "127.0.0.1"
 INDEX: Final = "AGENT_SHIM_INDEX"
-"""Environment variable that is used if the option for the index is not given. Each option of the instance has such a
-variable, so that all pods of a StatefulSet can have the same arguments.
+"""Environment variable that is used if the option for the index is not given. Each option that describes the instance
+has such a variable, so that all pods of a StatefulSet can have the same arguments.
 """
 ADDRESS: Final = "AGENT_SHIM_ADDRESS"
 AZ: Final = "AGENT_SHIM_AZ"
@@ -65,7 +65,7 @@ class RenderedInstance:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the files and print warnings."""
+    """Render the instance group, print warnings, and return the exit code 0."""
     warn(write(args))
     return 0
 
@@ -162,7 +162,7 @@ def _below_here(releases: Sequence[Path]) -> list[str]:
 
 
 def _is_privileged(files: Mapping[str, str]) -> bool:
-    """Return True if bpm.yml has an unconfined process."""
+    """Return True if a process in bpm.yml is privileged."""
     config = deployment.parse_yaml(files.get("config/bpm.yml", ""), "bpm.yml", BpmYml)
     return any((process.get("unsafe") or {}).get("privileged") is True for process in config.processes)
 
@@ -228,8 +228,8 @@ def _of_addons(manifest: DeploymentManifest) -> list[str]:
 
 
 def _addresses(manifest: DeploymentManifest, instance: RenderedInstance, one: str, whole: str) -> links.Addresses:
-    """Return functions that find addresses with the patterns from the options, the address of ``instance``, and static
-    IPs.
+    """Return functions that find the addresses of instances and groups. They use the patterns from the options, the
+    address of ``instance``, and static IPs.
     """
 
     def of_instance(group: Group, index: int, network: str, must_be_ip: bool) -> str | None:
@@ -397,7 +397,7 @@ def _without_packages(
     there: Collection[str],
     advice: str,
 ) -> list[str]:
-    """Return a warning with ``advice`` for each package that is not ``there``."""
+    """Return a warning with ``advice`` for each package that a job needs and that is not in ``there``."""
     return [
         f"{job.name} needs the package {package}: {advice}"
         for job in jobs

@@ -119,7 +119,7 @@ def _header(status: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
 
 
 def _machine(vitals: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
-    """Return memory, processors and disks in two lines. Unavailable figures are omitted."""
+    """Return the usage of memory, CPU and disks in two lines. Unavailable figures are omitted."""
     parts = []
     if memory := vitals.get("mem"):
         parts.append(f"memory {_share(memory['percent'], paint)} ({size(int(memory['kb']))})")
@@ -134,7 +134,7 @@ def _machine(vitals: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
 
 
 def _share(percent: str, paint: Paint) -> str:
-    """Return a size in percent, coloured by fullness."""
+    """Return a percentage, in colour from 80 % on."""
     number = float(percent)
     return paint(f"{percent} %", "wrong" if number >= 90 else "limited" if number >= 80 else "")
 

@@ -40,7 +40,7 @@ POLL_S: Final = 0.5
 
 
 class _Packages(msgspec.Struct):
-    """The packages of release.MF."""
+    """The fields of release.MF that this command reads."""
 
     packages: list[dict[str, Any]] | None = None
     name: str = ""

@@ -2,7 +2,7 @@
 
 It needs neither root nor any network interface except loopback. All files are in a scratch directory, which is removed
 at the end. Every step is checked and printed with its duration, and the exit code is 0 only if all checks passed. If a
-check fails, the error names its step, and the directory is kept. Even after Ctrl-C, the demonstration ends every
+check fails, the error names its step, and the directory is kept. Even after Ctrl-C, the demonstration stops every
 process that it has started.
 """
 
@@ -186,8 +186,8 @@ class Story:
         self.say("all processes have ended, and the directory is removed")
 
     def _lay_commands(self) -> None:
-        """Create the programs ``agent-shim`` and ``monit`` in the scratch directory. In an image, they are
-        installed.
+        """Create the programs ``agent-shim`` and ``monit`` in the scratch directory. In an image of the agent, these
+        programs are already installed.
         """
         for name in ("agent-shim", "monit"):
             code = f"import sys; sys.argv[0] = {name!r}; from agent_shim.cli.main import main; sys.exit(main())"
@@ -220,7 +220,7 @@ class Story:
         require(status == 0, f"the agent ended with status {status}")
 
     async def _end(self) -> int | None:
-        """End the agent and its jobs, which would otherwise outlive it. Return the agent's exit status."""
+        """Stop the jobs, which would otherwise keep running, and then the agent. Return the agent's exit status."""
         if self._agent is None:
             return 0
         if self._has_jobs:
