@@ -17,8 +17,6 @@ from agent_shim.host import files, guarded
 from agent_shim.host.descriptors import closing
 
 LEVEL: Final = 2
-MAX_SURPLUS: Final = 1000
-"""Maximum number of surplus archives of one log that one rotation removes."""
 GZIP: Final = 31
 """Value of zlib's window parameter that selects a gzip header and the largest window."""
 
@@ -70,7 +68,7 @@ def _move(directory: int, name: str, source: int, status: os.stat_result, keep: 
 def _shift(directory: int, name: str, keep: int) -> None:
     """Make room for a new first archive: rename ``.1.gz`` to ``.2.gz`` and so on up to a gap. Remove the oldest."""
     last = 0
-    while last < keep + MAX_SURPLUS and _is_there(directory, f"{name}.{last + 1}.gz"):
+    while _is_there(directory, f"{name}.{last + 1}.gz"):
         last += 1
     for number in range(last, 0, -1):
         old = f"{name}.{number}.gz"

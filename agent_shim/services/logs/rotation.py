@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import heapq
-import itertools
 import logging
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -39,11 +37,6 @@ MAX_DEPTH: Final = 3
 """How many directory levels below ``sys/log`` are searched."""
 MAX_JOB_ENTRIES: Final = 20_000
 """Maximum number of directory entries read per job."""
-MAX_DUE: Final = 500
-MAX_REMOVED: Final = 500
-"""Maximum number of logs rotated and archives removed in one round. Whatever exceeds the limit is left for the next
-round.
-"""
 LOOK_TIMEOUT_S: Final = 10.0
 ROTATE_TIMEOUT_S: Final = 1800.0
 ARCHIVE: Final = re.compile(r".*\.log\.[0-9]+\.gz", re.DOTALL)
@@ -88,28 +81,11 @@ class Found(NamedTuple):
     modified: float
 
 
-class Archived(NamedTuple):
-    """Archives of a job: their total ``size`` in bytes, and some of them, oldest first."""
-
-    size: int
-    oldest: Sequence[Found]
-
-
 class Findings(NamedTuple):
-    """Logs to rotate, smallest first, and archives. Both are grouped by job. The number of entries is limited, however
-    many files there are.
-    """
+    """Logs to rotate, and the archives of each job."""
 
-    due: dict[str, Sequence[Found]]
-    archives: dict[str, Archived]
-
-    def chosen(self) -> list[Found]:
-        """Return the logs to rotate in one round: the smallest log of each job, then the second smallest of each, and
-        so on, so that no job has to wait for other jobs.
-        """
-        turns = itertools.zip_longest(*self.due.values())
-        found = (log for turn in turns for log in sorted(filter(None, turn), key=lambda log: log.size))
-        return list(itertools.islice(found, MAX_DUE))
+    due: list[Found]
+    archives: dict[str, list[Found]]
 
 
 class Rotation:
@@ -135,7 +111,8 @@ class Rotation:
         """Rotate logs above their size limit, then remove the oldest archives above the total limit."""
         limit = self._size()
         found = await self._look(limit)
-        if due := found.chosen():
+        # Rotate the smallest logs first, so that they do not have to wait for huge ones.
+        if due := sorted(found.due, key=lambda log: log.size):
             logger.info("rotating %s", ", ".join(guarded.shown(log.path) for log in due))
             most = max(self._limits.most, 2 * limit)  # the deployed spec may set a larger size
             paths = [os.fsencode(log.path) for log in due]
@@ -158,13 +135,12 @@ class Rotation:
         """Return the findings for all jobs. Each job is searched in a separate thread, so that a job whose volume hangs
         does not delay the others.
         """
-        findings = Findings({}, {})
+        findings = Findings([], {})
         for job in await blocking.call("sys/log", partial(_jobs, self._root)):
             look = partial(look_at, self._root, job, limit)
             try:
-                findings.due[job], findings.archives[job] = await blocking.call(
-                    _call_owner(job), look, timeout=LOOK_TIMEOUT_S
-                )
+                due, findings.archives[job] = await blocking.call(_call_owner(job), look, timeout=LOOK_TIMEOUT_S)
+                findings.due.extend(due)
             except OSError as exc:
                 logger.warning("cannot rotate the logs of %s: %s", guarded.shown(job) or self._root, exc)
         return findings
@@ -223,9 +199,8 @@ def _jobs(root: Path) -> list[str]:
         return ["", *sorted(guarded.names(directory))]
 
 
-def look_at(root: Path, job: str, limit: int) -> tuple[Sequence[Found], Archived]:
-    """Find the logs of a job ("" for files that belong to none) above ``limit`` bytes, smallest first, and its
-    archives. Blocks.
+def look_at(root: Path, job: str, limit: int) -> tuple[list[Found], list[Found]]:
+    """Find the logs of a job ("" for files that belong to none) above ``limit`` bytes, and its archives. Blocks.
 
     Links are neither followed nor returned. Files with a second hard link are not rotated, and therefore not returned,
     because a job could give one file hundreds of names. The search of one job ends at ``MAX_JOB_ENTRIES``.
@@ -240,22 +215,20 @@ def look_at(root: Path, job: str, limit: int) -> tuple[Sequence[Found], Archived
                     logs.append(Found(path, size, status.st_mtime))
             elif size and ARCHIVE.fullmatch(path):
                 archives.append(Found(path, size, status.st_mtime))
-    oldest = heapq.nsmallest(MAX_REMOVED, archives, key=lambda each: each.modified)
-    archived = Archived(sum(each.size for each in archives), oldest)
-    return heapq.nsmallest(MAX_DUE, logs, key=lambda log: log.size), archived
+    return logs, archives
 
 
 def surplus(found: Findings, total: int) -> list[str]:
-    """Return the archives to remove, so that the total size sinks to ``total`` bytes or at least comes closer to it.
+    """Return the archives to remove, so that the total size sinks to ``total`` bytes.
 
     The next archive to remove is always the oldest of the job whose remaining archives take the most space, so a job
     with huge logs does not cause the removal of other jobs' archives.
     """
-    sizes = {job: archived.size for job, archived in found.archives.items()}
-    ahead = {job: deque(archived.oldest) for job, archived in found.archives.items() if archived.oldest}
+    ahead = {job: deque(sorted(each, key=lambda one: one.modified)) for job, each in found.archives.items() if each}
+    sizes = {job: sum(one.size for one in each) for job, each in ahead.items()}
     excess = sum(sizes.values()) - total
     paths: list[str] = []
-    while excess > 0 and ahead and len(paths) < MAX_REMOVED:
+    while excess > 0:
         job = min(ahead, key=lambda job: (-sizes[job], ahead[job][0].modified))
         one = ahead[job].popleft()
         paths.append(one.path)
