@@ -353,8 +353,7 @@ def _shell(call: CommandLine) -> int:
 
 
 def _run(call: CommandLine) -> int:
-    """Run the process, and print its logs until it exits. If this command receives a signal, it terminates the process.
-    """
+    """Run the process, and print its logs until it exits. A signal to this command terminates the process."""
     import contextlib
     import signal
     import threading

@@ -88,8 +88,7 @@ class Group(msgspec.Struct):
 
     @property
     def network_names(self) -> list[str]:
-        """Return the names of the networks in the manifest's order, or ``default`` as the only name if it lists none.
-        """
+        """Return the names of the networks in the manifest's order, or just ``default`` if it lists none."""
         return [each.name for each in self.networks or ()] or ["default"]
 
     @property
