@@ -125,7 +125,7 @@ class Alerts:
         self._wake.set()
 
     async def run(self) -> NoReturn:
-        """Send alerts endlessly."""
+        """Send queued alerts until cancelled."""
         while True:
             await self._wake.wait()
             self._wake.clear()

@@ -71,7 +71,7 @@ class Heartbeat(Generic[V]):
         self._now.set()
 
     async def run(self) -> NoReturn:
-        """Send heartbeats endlessly."""
+        """Send heartbeats until cancelled."""
         due = time.monotonic() + clock.until_beat(self._period)
         try:
             while True:

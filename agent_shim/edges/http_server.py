@@ -242,8 +242,8 @@ def parse_address(text: str) -> tuple[str, int] | None:
 async def listening(
     address: str, answer: Answer, purpose: str, methods: Sequence[str] = ("GET", "HEAD")
 ) -> AsyncIterator[tuple[str, int] | None]:
-    """Serve on ``address`` for the duration of the block. Yields the bound address, or None if it is off or
-    unavailable.
+    """Serve on ``address`` for the duration of the block. Yields the bound address, or None if ``address`` is ``off``
+    or cannot be bound.
     """
     connections: dict[_HttpConnection, str] = {}
     async with serving(address, lambda: _HttpConnection(answer, methods, connections), purpose) as where:
@@ -258,8 +258,8 @@ async def listening(
 async def serving(
     address: str, protocol: Callable[[], asyncio.BaseProtocol], purpose: str
 ) -> AsyncIterator[tuple[str, int] | None]:
-    """Listen with a protocol for the duration of the block. Yields the bound address, or None if it is off or in use.
-    The latter is only logged, because the jobs can run without the server.
+    """Listen with a protocol for the duration of the block. Yields the bound address, or None if ``address`` is ``off``
+    or cannot be bound. Such a failure is only logged, because the jobs can run without the server.
     """
     where = parse_address(address)
     try:

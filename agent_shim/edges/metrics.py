@@ -89,7 +89,7 @@ class Readings(msgspec.Struct, frozen=True):
     tasks_waiting: int = 0
     firewall_enforced: bool = False
     failures: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Failures and restarts of the agent's endless tasks, by task."""
+    """How many times each of the agent's background tasks has failed and was restarted, by task name."""
     addresses_missing: int = 0
     """Number of expected addresses that no interface has."""
     certificates: Mapping[str, float] = msgspec.field(default_factory=dict)
@@ -164,7 +164,7 @@ class Metrics:
         self._durations.labels(method).observe(seconds)
 
     async def watch_lag(self) -> None:
-        """Measure, endlessly as a root task, how late the event loop wakes a sleeping task."""
+        """Measure how late the event loop wakes a sleeping task. Runs as a root task until cancelled."""
         while True:
             pause = clock.until_beat(LAG_PERIOD_S)
             due = self._clock() + pause
@@ -203,7 +203,7 @@ def _page(registry: CollectorRegistry, is_openmetrics: bool, is_packed: bool) ->
 
 
 def _of_agent(readings: Readings) -> Iterator[Metric]:
-    """Yield the metric families with their samples, except those of processes and of events."""
+    """Yield all metric families with their samples, except those about processes and those that count events."""
     build = {"version": __version__, "revision": __revision__, "python": ".".join(map(str, sys.version_info[:3]))}
     yield InfoMetricFamily("agent_shim_build", "Version of the agent and of its Python.", build)
     stemcell = dict(zip(("os", "version"), readings.stemcell, strict=True)) if readings.stemcell else None
@@ -476,5 +476,7 @@ def _text(text: str) -> str:
 
 
 def listening(address: str, routes: Routes) -> AbstractAsyncContextManager[tuple[str, int] | None]:
-    """Serve on ``address`` for the duration of the block. See ``http_server.listening``."""
+    """Serve on ``address`` for the duration of the block. Yields the bound address, or None if ``address`` is ``off``
+    or cannot be bound.
+    """
     return http_server.listening(address, routes.answer, "metrics and probes")

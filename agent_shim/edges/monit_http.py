@@ -144,8 +144,8 @@ def _named(shown: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
 
 
 def _refused(status: int, why: str) -> HttpResponse:
-    """Return an error page. It must contain ``</h2>`` and ``<p>``: the command ``monit`` 5.2.5 shows the text between
-    them, and crashes without ``</h2>`` (control.c).
+    """Return an error page. It must contain ``</h2>`` and ``<p>``, because the command ``monit`` 5.2.5 shows the text
+    between these tags, and crashes if ``</h2>`` is missing (control.c).
     """
     return HttpResponse(status, f"<html><body><h2>{status}</h2>{_escaped(why)}<p></body></html>\n".encode(), HTML)
 
@@ -192,7 +192,9 @@ class MachineFacts:
 
 
 def document(shown: Mapping[str, Any], here: MachineFacts, *, version: int, daemon: About = About()) -> str:  # noqa: B008 - the struct is frozen
-    """Render the status as one line of XML. Version 1 has elements where version 2 has attributes."""
+    """Render the status as one line of XML. Some values that are attributes in version 2 of the format are elements in
+    version 1.
+    """
     services = shown.get("services", ())
     incarnation = daemon.incarnation or here.begun_at
     about = {"id": daemon.id or here.id, "incarnation": incarnation, "version": monit_text.VERSION}
@@ -257,7 +259,7 @@ def _service(service: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _response(response: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the XML element for a connection or echo request."""
+    """Return the XML element for the result of a connection test or an echo request."""
     seconds = {"responsetime": f"{response['seconds']:.3f}"}
     match response["kind"]:
         case "ICMP":
@@ -344,7 +346,9 @@ def _element(name: str, value: Any) -> str:
 def listening(
     address: str, ask: Ask, users: Users, about: Callable[[], About] = About
 ) -> AbstractAsyncContextManager[tuple[str, int] | None]:
-    """Serve on ``address`` for the duration of the block. See ``http_server.listening``."""
+    """Serve on ``address`` for the duration of the block. Yields the bound address, or None if ``address`` is ``off``
+    or cannot be bound.
+    """
     return http_server.listening(address, Api(ask, users, about).answer, "clients of monit", ("GET", "HEAD", "POST"))
 
 

@@ -26,7 +26,7 @@ class Bus(Protocol):
         """True if requests can currently arrive, as far as the agent knows."""
 
     async def run(self) -> NoReturn:
-        """Serve endlessly, as a root task."""
+        """Serve as a root task until cancelled."""
 
     async def drain(self, timeout_s: float) -> None:
         """Wait until pending requests are answered, at most ``timeout_s`` seconds."""

@@ -55,12 +55,15 @@ class CallerLimits(msgspec.Struct, frozen=True):
     blob: int = 16 * 1024**3
     """Maximum size of a blob."""
     connections: int = 128
-    """Maximum number of connections. To make room for another one, the oldest unauthenticated connection is closed,
-    from the address that has the most of them. If all connections are authenticated, the new one is closed.
+    """Maximum number of connections. To make room for another one, an unauthenticated connection is closed, namely the
+    oldest one from the address with the most unauthenticated connections. If all connections are authenticated, the new
+    one is closed.
     """
     handshake: float = 10.0
     idle: float = 30.0
-    """Time after which a connection without a complete request head is closed. The CLI sends a poll every second."""
+    """Time after which a connection without a complete request head is closed. This does not affect the CLI, which
+    sends a request every second.
+    """
     stall: float = 30.0
     """Time without progress of a request or response body before the connection is closed."""
     retry: float = 2.0
@@ -139,8 +142,8 @@ class HttpsBus:
         """Do nothing, because there is no Health Monitor on this bus (``Send`` in mbus/https_handler.go)."""
 
     async def run(self) -> NoReturn:
-        """Serve endlessly. If the port is in use, keep trying to bind it. After a cancellation, ``goodbye`` seconds
-        remain to send the last answers.
+        """Serve until cancelled. If the port is in use, keep trying to bind it. After a cancellation, ``goodbye``
+        seconds remain to send the last answers.
         """
         try:
             while True:
@@ -280,7 +283,9 @@ class HttpsBus:
         return web.Response(status=404)
 
     def _is_known(self, request: web.BaseRequest) -> bool:
-        """Return True if the caller has the password. Takes constant time."""
+        """Return True if the caller has the password. The comparison takes constant time, so its duration reveals
+        nothing about the password.
+        """
         shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         expected = _credentials(self.mbus)
         if not expected or not hmac.compare_digest(shown, expected):

@@ -42,8 +42,8 @@ MAX_SUBJECT_BYTES: Final = 1024
 """
 MAX_UNREAD_BYTES: Final = 8 * 1024 * 1024
 """Maximum number of bytes that a server may send without completing a message (1 MiB at most) or answering a ping.
-Beyond that, the connection is ended, because nats-py scans an unfinished line from the start whenever data arrives,
-which blocks the loop.
+Beyond that, the connection is closed, because nats-py scans an unfinished line from the start whenever data arrives,
+which blocks the event loop.
 """
 MAX_BACKLOG_BYTES: Final = 8 * 1024 * 1024
 """Maximum number of bytes queued for a slow server. Beyond that, publishing fails, as in nats.go."""
@@ -51,8 +51,8 @@ LOOKUP_TIMEOUT_S: Final = 30.0
 """Timeout for looking up the server's name. The C library gives up after a similar time."""
 
 GREETING: Final = b'INFO {"tls_required":true,"max_payload":%d}\r\n' % MAX_REPLY_BYTES
-"""The greeting that nats-py gets to read. The server's real greeting arrives before TLS and could therefore be
-forged.
+"""The greeting that nats-py receives instead of the server's real greeting, which arrives before TLS and could
+therefore be forged.
 """
 
 
@@ -338,7 +338,7 @@ class Link:
             await self._client.close()
 
     def begin(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Start a task that ends with the connection."""
+        """Start a task that is cancelled when the connection is closed."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -178,8 +178,9 @@ class NatsBus:
         """Return True if a server sends anything within ``timeout_s`` seconds, on the current connection or during an
         attempt to connect.
 
-        Only ``run`` opens connections, so this waits for one if there is none. An attempt that is already in progress
-        counts only if it succeeds. A connection that does not answer in time is closed.
+        If there is no connection, this method waits for the next attempt, because only ``run`` opens connections. An
+        attempt that is already in progress counts only if it succeeds. A connection that does not answer in time is
+        closed.
         """
         begun = self.stats.attempts
         try:
@@ -218,7 +219,7 @@ class NatsBus:
         self.stats.sent_bytes += len(data)
 
     async def run(self) -> NoReturn:
-        """Keep the agent connected, endlessly. After a cancellation, ``goodbye`` seconds remain to send published
+        """Keep the agent connected until cancelled. After a cancellation, ``goodbye`` seconds remain to send published
         messages.
         """
         early_until = time.monotonic() + self._timing.early
