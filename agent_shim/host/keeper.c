@@ -1,6 +1,6 @@
 /* keeper: runs one program and remains the ancestor of all processes that the program starts.
  *
- *     keeper LISTENER SPEC [CGROUP...]
+ *     keeper LISTENER SPEC
  *
  * The arguments are numbers of inherited descriptors. The keeper is a child subreaper (prctl(2)), so a descendant remains a
  * descendant until it exits, even if it changes its session, group or environment or its parents exit. The keeper reaps its
@@ -53,12 +53,12 @@ struct ending { /* How a process ended. If at_ms is 0, it has not ended. */
 
 struct report { /* A failed step, sent by the child before it has executed the program. */
     char step[16];
-    int error, is_fatal;
+    int error;
 };
 
 static struct ending slots[MAX_SLOTS]; /* The first slot is for the program. */
 static struct ending exits[MAX_EXITS]; /* A ring buffer of exits, in case an agent asks about them only later. */
-static struct report failure, skipped;
+static struct report failure;
 static unsigned long reaped;
 static int listener, agent = -1, reports = -1, children = -1;
 static int living, held; /* Number of living and of unreaped dead children in the last round of kills. */
@@ -66,38 +66,28 @@ static int is_childless, is_killing, is_released, is_unsent;
 
 /* --- the program ----------------------------------------------------------------------------------------------------- */
 
-static void report(int to, const char *step, int error, int is_fatal)
+static void fail(int to, const char *step, int error)
 {
-    struct report made = {.error = error, .is_fatal = is_fatal};
+    struct report made = {.error = error};
     strncpy(made.step, step, sizeof made.step - 1);
-    if (write(to, &made, sizeof made) < 0 || is_fatal)
-        _exit(127);
+    (void)!write(to, &made, sizeof made); /* The exit status says the same if the keeper no longer reads. */
+    _exit(127);
 }
 
 /* Follow one instruction of the spec. Return a negative number and set errno if it fails. */
 static int follow(const char *key, const char *value)
 {
-    static gid_t groups[65536]; /* NGROUPS_MAX. Pages that are not touched take no memory. */
-    static size_t group_count;
     unsigned number = strtoul(value, NULL, 10);
-    int resource, file;
+    int resource;
     unsigned long long soft, hard;
     if (!strcmp(key, "cwd"))
         return chdir(value);
-    if (!strcmp(key, "cgroup"))
-        return write(number, "0", 1);
-    if (!strcmp(key, "oom"))
-        return (file = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC)) < 0 ? -1 : write(file, value, strlen(value));
     if (!strcmp(key, "limit") && sscanf(value, "%d:%llu:%llu", &resource, &soft, &hard) == 3)
         return setrlimit(resource, &(struct rlimit){soft, hard});
     if (!strcmp(key, "nice"))
         return setpriority(PRIO_PROCESS, 0, atoi(value));
-    if (!strcmp(key, "umask"))
-        return umask(number), 0;
-    if (!strcmp(key, "group") && group_count < sizeof groups / sizeof *groups)
-        return groups[group_count++] = number, 0;
-    if (!strcmp(key, "groups")) /* The groups of the preceding "group" instructions, or none. */
-        return setgroups(group_count, groups);
+    if (!strcmp(key, "groups"))
+        return setgroups(0, NULL);
     if (!strcmp(key, "gid"))
         return setresgid(number, number, number);
     if (!strcmp(key, "uid"))
@@ -107,8 +97,7 @@ static int follow(const char *key, const char *value)
 }
 
 /* Follow the instructions of the spec in order, then execute the program. The order is the agent's responsibility: for
- * example, instructions that need root must precede "uid". If the key of an instruction begins with "?", a failure is only
- * reported. */
+ * example, instructions that need root must precede "uid". */
 static void run_program(int spec, int to)
 {
     struct stat about;
@@ -116,19 +105,18 @@ static void run_program(int spec, int to)
     if (fstat(spec, &about) == 0 && about.st_size > 0)
         text = mmap(NULL, about.st_size, PROT_READ | PROT_WRITE, MAP_PRIVATE, spec, 0);
     if (text == MAP_FAILED || text[about.st_size - 1] != '\0')
-        report(to, "spec", EINVAL, 1);
+        fail(to, "spec", EINVAL);
     /* A string takes at least five bytes ("arg=" and NUL), so this has room for all of them and a NULL. */
     argv = calloc(about.st_size / 5 + 1, sizeof *argv);
     env = calloc(about.st_size / 5 + 1, sizeof *env);
     if (!argv || !env)
-        report(to, "memory", ENOMEM, 1);
+        fail(to, "memory", ENOMEM);
     char **next_arg = argv, **next_variable = env;
     for (char *key = text, *next; key < text + about.st_size; key = next) {
         next = key + strlen(key) + 1;
-        int may_fail = *key == '?';
-        char *value = strchr(key += may_fail, '=');
+        char *value = strchr(key, '=');
         if (!value)
-            report(to, "spec", EINVAL, 1);
+            fail(to, "spec", EINVAL);
         *value++ = '\0';
         if (!strcmp(key, "exec"))
             path = value;
@@ -137,12 +125,12 @@ static void run_program(int spec, int to)
         else if (!strcmp(key, "env"))
             *next_variable++ = value;
         else if (follow(key, value) < 0)
-            report(to, key, errno, !may_fail);
+            fail(to, key, errno);
     }
     if (!path)
-        report(to, "spec", EINVAL, 1);
+        fail(to, "spec", EINVAL);
     execve(path, argv, env);
-    report(to, "exec", errno, 1);
+    fail(to, "exec", errno);
 }
 
 /* Fork a child that runs the program in a new session, with no signal blocked or ignored. */
@@ -162,7 +150,7 @@ static void start(int spec)
         run_program(spec, ends[1]);
     }
     if (slots[0].pid < 0)
-        failure = (struct report){"fork", errno, 1};
+        failure = (struct report){"fork", errno};
     close(ends[1]);
     reports = ends[0];
 }
@@ -171,7 +159,7 @@ static void read_report(void)
 {
     struct report got;
     if (read(reports, &got, sizeof got) == sizeof got) {
-        *(got.is_fatal ? &failure : &skipped) = got;
+        failure = got;
         return;
     }
     close(reports); /* The child has closed its end of the pipe, so either the program runs or the child has ended. */
@@ -269,8 +257,6 @@ static void send_state(const char *kind, int is_answer)
         is_childless);
     if (*failure.step)
         size += sprintf(text + size, " failed=%s:%d", failure.step, failure.error);
-    if (*skipped.step)
-        size += sprintf(text + size, " skipped=%s:%d", skipped.step, skipped.error);
     for (int i = 0; i < MAX_SLOTS; i++)
         if (slots[i].at_ms)
             size += sprintf(text + size, " exit=%d:%d:%d:%lld", i, slots[i].pid, slots[i].status, slots[i].at_ms);
@@ -329,7 +315,7 @@ int main(int argc, char **argv)
     sigaddset(&heard, SIGTERM);
     setsid();
     int signals = signalfd(-1, &heard, SFD_CLOEXEC | SFD_NONBLOCK);
-    if (argc < 3 || signals < 0 || prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) < 0)
+    if (argc != 3 || signals < 0 || prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) < 0)
         return errno ? errno : EINVAL;
     for (int i = 1; i < argc; i++)
         if (fcntl(atoi(argv[i]), F_SETFD, FD_CLOEXEC) < 0)
@@ -337,8 +323,7 @@ int main(int argc, char **argv)
     listener = atoi(argv[1]);
     children = open("/proc/thread-self/children", O_RDONLY | O_CLOEXEC);
     start(atoi(argv[2]));
-    for (int i = 2; i < argc; i++)
-        close(atoi(argv[i]));
+    close(atoi(argv[2]));
     for (int i = 0; i < 3; i++) /* Only the program uses the standard streams. */
         close(i);
 

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import errno
 import grp
-import hashlib
 import logging
 import math
 import os
@@ -41,8 +40,10 @@ logger = logging.getLogger(__name__)
 
 PROGRAM: Final = Path(__file__).with_name("keeper")
 """The executable, which ``hatch_build.py`` compiles from ``keeper.c``."""
-SLOTS: Final = 16
-"""Number of processes, besides the program, whose exits a keeper remembers for its agent."""
+_ADOPTED_SLOT: Final = 1
+"""Slot of the process that was adopted last. Its exit is remembered while no agent is running."""
+_ASKED_SLOT: Final = 16
+"""Slot of the process about which the agent asks after its end. Earlier versions used the slots from 1 upwards."""
 START_TIMEOUT_S: Final = 30.0
 """Timeout for executing a program, whose file may be on a dead file server."""
 ANSWER_TIMEOUT_S: Final = 10.0
@@ -51,22 +52,21 @@ KILL_TIMEOUT_S: Final = 10.0
 RECONNECT_PAUSE_S: Final = 1.0
 """If a keeper disconnects again within this time after a reconnection, the agent gives up on it."""
 _PACKET_BYTES: Final = 4096
-_MAX_NAME_BYTES: Final = 220
-_NAME: Final = re.compile(r"[^@]+@((?P<ticks>[0-9a-f]+)-)?[0-9a-f]{8}")
+_NAME: Final = re.compile(r"[^@]+@(?P<ticks>[0-9a-f]+)-[0-9a-f]{8}")
 """Matches the name of a keeper's socket: the quoted label, ``@``, the time just before the keeper's start in ticks
-since boot, and a random number. In names from earlier versions, the time is missing.
+since boot, and a random number.
 """
 _NOT_EXECUTABLE: Final = 8
 """``MFD_NOEXEC_SEAL`` of ``linux/memfd.h`` (since Linux 6.3). The sysctl ``vm.memfd_noexec`` may require it."""
 
 
 class User(msgspec.Struct, frozen=True):
-    """The user and groups of a program. None means that the program keeps those of the agent."""
+    """The user and group of a program. None means that the program keeps that of the agent. With a user, it has no
+    supplementary groups.
+    """
 
     uid: int | None = None
     gid: int | None = None
-    groups: tuple[int, ...] | None = None
-    """Supplementary groups."""
 
 
 class Program(msgspec.Struct, frozen=True):
@@ -80,15 +80,11 @@ class Program(msgspec.Struct, frozen=True):
     stdout: int | None = None
     stderr: int | None = None
     user: User = User()
-    umask: int = 0o022
     nice: int = 0
-    oom_score_adj: int | None = None
     limits: Mapping[int, tuple[int, int]] = {}
     """Soft and hard limit by resource, which is a constant of the module ``resource`` (``RLIMIT_NOFILE``). -1 means
     unlimited.
     """
-    cgroups: Sequence[int] = ()
-    """Descriptors of ``cgroup.procs`` files. A cgroup that cannot be joined is reported in ``KeeperState.skipped``."""
 
 
 class Exit(msgspec.Struct, frozen=True):
@@ -121,9 +117,8 @@ class KeeperState(msgspec.Struct, frozen=True):
     not executed.
     """
     failed: StartFailure | None = None
-    skipped: StartFailure | None = None
     exits: Mapping[int, Exit] = {}
-    """How watched processes ended, by slot. Slot 0 is the program."""
+    """How the program (slot 0) and watched processes ended, by slot."""
     reaped: int = 0
     """Number of the keeper's children that have ended, including inherited ones."""
     is_killing: bool = False
@@ -151,7 +146,7 @@ def user(name: str | None, group: str | None) -> User:
             gid = int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
     except KeyError:
         raise HostError(f"there is no group {group}") from None
-    return User(uid, gid, None if uid is None else ())
+    return User(uid, gid)
 
 
 class Keeper:
@@ -161,9 +156,7 @@ class Keeper:
         self.name: Final = name
         """Name of the keeper's socket."""
         self.label: Final = label_of(name)
-        """Label of the owner of the program, for example a service or the scripts of a job. A very long label is
-        shortened.
-        """
+        """Label of the owner of the program, for example a service or the scripts of a job."""
         self.state = KeeperState(0, 0)
         """The latest report of the keeper."""
         self.since = clock.boot_ticks()
@@ -181,7 +174,6 @@ class Keeper:
         """True if the keeper was asked to exit once it has no descendants, and the connection is closed."""
         self._changed = asyncio.Event()
         self._answers: deque[asyncio.Future[KeeperState]] = deque()
-        self._slots: dict[int, tuple[int, int]] = {}
         self._attach(connection)
 
     def __repr__(self) -> str:
@@ -195,17 +187,12 @@ class Keeper:
         return self.state.keeper
 
     @property
-    def key(self) -> str:
-        """Part of the socket's name before the ``@``, which is ``prefix(label)``."""
-        return self.name.rpartition("@")[0]
-
-    @property
     def program_exit(self) -> Exit | None:
         """How the program ended, or None while it runs or if it was never executed."""
         return None if self.state.failed else self.state.exits.get(0)
 
     def exit_of(self, identity: tuple[int, int]) -> Exit | None:
-        """Return how a watched process ended, or None if it has not ended or its own parent has reaped it."""
+        """Return how the program or a watched process ended, or None if the keeper has not reported that."""
         pid, start_ticks = identity
         seen = (each for each in self.state.exits.values() if each.pid == pid and each.at >= start_ticks / clock.TICKS)
         return next(seen, None)
@@ -215,27 +202,26 @@ class Keeper:
 
         Wait for the keeper to reap the process if it is the keeper's child, but not if another process has to reap it.
         """
-        is_asked = False
-        while (ended := self.exit_of(identity)) is None and not self.is_lost:
+        is_left = True
+        while is_left and self.exit_of(identity) is None and not self.is_lost:
             dead = proc.stat(identity[0])
-            if dead is not None and dead.identity == identity and dead.parent == self.pid:
+            is_left = dead is not None and dead.identity == identity and dead.parent == self.pid
+            if is_left:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(process.POLL_S):
                         await self._changed.wait()
-            elif is_asked:
-                break
-            else:  # The process has been reaped. If the keeper reaped it, the answer says how the process ended.
-                is_asked = True
-                with contextlib.suppress(HostError):
-                    await self.request("state")
+            # If the keeper has reaped the process, the answer says how it ended.
+            with contextlib.suppress(HostError):
+                await self.request(_watch(_ASKED_SLOT, identity))
+        ended = self.exit_of(identity)
         return None if ended is None else ended.status
 
     def adopt(self, pid: int, start_ticks: int | None = None) -> Process | None:
         """Watch a descendant. Return None if it is gone, is a zombie, or did not start at ``start_ticks``."""
         found = process.adopt(pid, start_ticks, self)
         if found is not None and pid != self.state.program:
-            with contextlib.suppress(HostError):  # without this, its exit status will be unknown
-                self._watch(found.identity)
+            with contextlib.suppress(HostError):  # without this, its exit status may be unknown
+                self._send(_watch(_ADOPTED_SLOT, found.identity))
         return found
 
     async def program_process(self) -> Process:
@@ -287,31 +273,6 @@ class Keeper:
         return [each for each in proc.below(self.pid).values() if each.is_alive] if self.pid else []
 
     # --- actions ------------------------------------------------------------------------------------------------------
-
-    async def watch(self, identity: tuple[int, int]) -> Exit | None:
-        """Ask the keeper to record how this process ends. Return its exit if it has already ended, otherwise None."""
-        answer = self._watch(identity)
-        if answer is not None:
-            await self._answer(answer)
-        return self.exit_of(identity)
-
-    def _watch(self, identity: tuple[int, int]) -> asyncio.Future[KeeperState] | None:
-        """Ask the keeper to record how this process ends. Return None if the keeper already does so."""
-        pid, start_ticks = identity
-        if identity in self._slots.values() or self.exit_of(identity) is not None:
-            return None
-        # Slots of this agent whose process has exited can be reused.
-        for slot in [
-            slot for slot, watched in self._slots.items() if slot in self.state.exits and not proc.is_there(watched)
-        ]:
-            del self._slots[slot]
-        free = [slot for slot in range(1, SLOTS + 1) if slot not in self._slots]
-        if not free:
-            raise HostError(f"cannot watch more than {SLOTS} processes of {self.label}")
-        # Prefer an empty slot. Slots with an exit that was recorded for an earlier agent are reused last.
-        slot = min(free, key=lambda slot: slot in self.state.exits)
-        self._slots[slot] = identity
-        return self._send(f"watch {slot} {pid} {start_ticks * 1000 // clock.TICKS}")
 
     async def send_all(self, number: signal.Signals) -> list[proc.Stat]:
         """Send a signal once to each current descendant. Return those processes."""
@@ -486,7 +447,7 @@ async def start(
         opened.callback(listener.close)
         try:
             spec = opened.enter_context(closing(spec_file(_spec(program))))
-            inherited = [listener.fileno(), spec, *program.cgroups]
+            inherited = [listener.fileno(), spec]
             child = process.spawn(
                 ["keeper", *map(str, inherited)],
                 env={},
@@ -497,6 +458,9 @@ async def start(
                 inherited=inherited,
             )
         except BaseException:
+            # The spawn may have failed after the fork, because a descriptor was missing.
+            connection.send(b"kill")
+            connection.send(b"release")
             connection.close()
             (directory / name).unlink()
             raise
@@ -547,7 +511,7 @@ async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
         except OSError as exc:
             if exc.errno != errno.ECONNREFUSED:
                 logger.error("cannot connect to the keeper %s: %s", name, exc)
-            ended[name] = _begun(directory / name)
+            ended[name] = _start_of(name)
             continue
         found.append(keeper)
 
@@ -559,25 +523,13 @@ async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
             logger.error("cannot use the keeper %s: it does not answer", keeper.name)
         except HostError:
             found.remove(keeper)
-            ended[keeper.name] = _begun(directory / keeper.name)
+            ended[keeper.name] = _start_of(keeper.name)
         else:
             if itself := proc.stat(keeper.pid):
                 keeper.since, keeper.parent = itself.start_ticks, itself.parent
 
     await asyncio.gather(*map(hear, found))
     return found, ended
-
-
-def _begun(path: Path) -> int:
-    """Return the clock tick at which the keeper that owns this socket started.
-
-    For a socket without a start time in its name, this is an estimate that is never too late.
-    """
-    named = _NAME.fullmatch(path.name)
-    if named and named["ticks"]:
-        return int(named["ticks"], 16)
-    age = clock.wall_time() - path.stat(follow_symlinks=False).st_mtime
-    return clock.boot_ticks() - int((age + 1) * clock.TICKS)
 
 
 def living(directory: Path) -> list[KeeperState]:
@@ -623,7 +575,7 @@ def parse(packet: str) -> tuple[str, KeeperState]:
             state[f"is_{key}"] = value != "0"
         elif key == "phase":
             state[key] = value
-        elif key in ("failed", "skipped"):
+        elif key == "failed":
             step, _, number = value.partition(":")
             state[key] = StartFailure(step, int(number))
         elif key == "exit":
@@ -638,17 +590,17 @@ def label_of(name: str) -> str:
     return os.fsdecode(urllib.parse.unquote_to_bytes(name.rpartition("@")[0]))
 
 
-def prefix(label: str) -> str:
-    """Return the part before the ``@`` in the socket names of a label. It is unique to the label."""
-    quoted = urllib.parse.quote(os.fsencode(label), safe="")
-    if len(quoted) <= _MAX_NAME_BYTES:
-        return quoted
-    return f"{quoted[: _MAX_NAME_BYTES - 17]}~{hashlib.blake2b(os.fsencode(label), digest_size=8).hexdigest()}"
+def _start_of(name: str) -> int:
+    """Return the clock tick in a socket's name, before which no process of its keeper started."""
+    named = _NAME.fullmatch(name)
+    assert named is not None
+    return int(named["ticks"], 16)
 
 
-def shortened(label: str) -> str:
-    """Return the label in the form of ``Keeper.label``, which is shortened if it is very long."""
-    return label_of(f"{prefix(label)}@")
+def _watch(slot: int, identity: tuple[int, int]) -> str:
+    """Return the request to record in a slot how a process ends or has ended."""
+    pid, start_ticks = identity
+    return f"watch {slot} {pid} {start_ticks * 1000 // clock.TICKS}"
 
 
 def _bind(directory: Path, label: str) -> tuple[str, socket.socket, socket.socket]:
@@ -658,7 +610,7 @@ def _bind(directory: Path, label: str) -> tuple[str, socket.socket, socket.socke
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     token = f"{clock.boot_ticks():x}-{secrets.token_hex(4)}"
-    name = f"{prefix(label)}@{token}"
+    name = f"{urllib.parse.quote(os.fsencode(label), safe='')}@{token}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with closing(os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as parent:
@@ -698,19 +650,14 @@ def _connect(path: Path) -> socket.socket:
 
 def _spec(program: Program) -> Iterator[str]:
     """Yield the instructions for executing a program, in the order in which the keeper's child follows them."""
-    yield from (f"?cgroup={descriptor}" for descriptor in program.cgroups)
     limits = dict(program.limits)
     if resource.RLIMIT_NOFILE not in limits and (of_children := process.file_limits_of_children()):
         limits[resource.RLIMIT_NOFILE] = of_children
     yield from (f"limit={number}:{soft % 2**64}:{hard % 2**64}" for number, (soft, hard) in limits.items())
     if program.nice:
-        yield f"?nice={os.nice(0) + program.nice}"
-    if program.oom_score_adj is not None:
-        yield f"?oom={program.oom_score_adj}"
-    yield f"umask={program.umask}"
+        yield f"nice={os.nice(0) + program.nice}"
     yield f"cwd={program.cwd}"
-    if program.user.groups is not None:
-        yield from (f"group={gid}" for gid in program.user.groups)
+    if program.user.uid is not None:
         yield "groups="
     if program.user.gid is not None:
         yield f"gid={program.user.gid}"

@@ -5,6 +5,9 @@ There are two kinds of files. ``stat``, ``status`` and ``cgroup`` are short, are
 decides their length (with PR_SET_MM_MAP, arguments of terabytes need no privilege) and can block their readers (with
 its memory lock, a userfaultfd, or its own FUSE file system). Reading these is limited in bytes and time: a thread reads
 them, and a process that blocks the thread is not read again until that read ends.
+
+A process that is gone, and a file that we may not read, give an empty result. All other errors, such as a lack of
+descriptors, raise ``OSError``, because otherwise a running process would be taken for one that has ended.
 """
 
 from __future__ import annotations
@@ -15,12 +18,16 @@ import itertools
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
+
+from agent_shim.host.descriptors import closing
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +44,14 @@ MAX_MAPS_BYTES: Final = 16 << 20
 MAX_OPEN_FILES: Final = 1 << 20
 MAX_USES: Final = 10
 """Maximum number of open files reported for one process, because a job may have a million descriptors."""
-MAX_LINKS: Final = 200_000
-"""Maximum number of descriptors that one search examines. Each takes 5 µs, and a job can easily create more by
-forking.
-"""
-MAX_THREADS: Final = 16
-"""If the first thread of a process cannot be read, at most this many other threads are tried."""
 READ_TIMEOUT_S: Final = 2.0
 """How long one process may block a reader."""
 MAX_HUNG_READS: Final = 4
 """Maximum number of reads that may hang at the same time. While that many hang, ``of_each`` reads no other process."""
+_GONE: Final = frozenset({errno.ENOENT, errno.ESRCH, errno.EACCES, errno.EPERM, errno.EIO, errno.EFAULT})
+"""Errors that mean that a process is gone, that the permission is missing, or that a part of its arguments is not
+mapped.
+"""
 
 
 class Stat(msgspec.Struct, frozen=True, gc=False):
@@ -108,14 +113,8 @@ def parse(line: bytes) -> Stat:
 
 def stat(pid: int) -> Stat | None:
     """Read the stat line of a process, which may be a zombie. Return None if there is no such process."""
-    line = _read(pid, "stat")
-    if not line:
-        return None
-    found = parse(line)
-    if found.state == "Z" and found.threads > 1:
-        other = _read_of_threads(pid, "stat", MAX_KERNEL_BYTES)
-        found = msgspec.structs.replace(found, resident_kb=parse(other).resident_kb if other else 0)
-    return found
+    line = read(pid, "stat")
+    return parse(line) if line else None
 
 
 def is_there(identity: tuple[int, int]) -> bool:
@@ -141,17 +140,8 @@ def _stats(pids: Iterable[int]) -> dict[int, Stat]:
 
 def _numbers(directory: str, limit: int | None = None) -> list[str]:
     """Return the names of the directory's entries that are numbers, at most ``limit`` of them. Raises ``OSError``."""
-
-    def listed() -> list[str]:
-        with os.scandir(directory) as entries:
-            return list(itertools.islice((each.name for each in entries if each.name.isdigit()), limit))
-
-    try:
-        return listed()
-    except OSError as exc:
-        if exc.errno != errno.EMFILE:
-            raise
-    return _without_descriptors(listed)
+    with os.scandir(directory) as entries:
+        return list(itertools.islice((each.name for each in entries if each.name.isdigit()), limit))
 
 
 def children(processes: Mapping[int, Stat]) -> dict[int, list[int]]:
@@ -228,10 +218,10 @@ def _children_of(pid: int) -> list[int]:
     """Return the pids of the children of all threads of a process."""
     try:
         threads = _numbers(f"/proc/{pid}/task")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return []
     return [
-        int(each) for thread in threads for each in _read(pid, f"task/{thread}/children", MAX_CHILDREN_BYTES).split()
+        int(each) for thread in threads for each in read(pid, f"task/{thread}/children", MAX_CHILDREN_BYTES).split()
     ]
 
 
@@ -242,13 +232,13 @@ def command_line(pid: int) -> str:
 
 def command_lines(pids: Collection[int]) -> dict[int, str]:
     """Return the ``command_line`` of many processes, leaving out empty ones. Blocks."""
-    found = of_each(pids, lambda pid: read_memory(pid, "cmdline", MAX_COMMAND_LINE_BYTES).rstrip(b"\0"))
+    found = of_each(pids, lambda pid: read(pid, "cmdline", MAX_COMMAND_LINE_BYTES).rstrip(b"\0"))
     return {pid: line.replace(b"\0", b" ").decode(errors="replace") for pid, line in found.items() if line}
 
 
 def open_files(pid: int) -> int:
     """Return the number of open files of a process, or 0 if this process is not allowed to read it."""
-    path = _shown(pid) / "fd"
+    path = f"/proc/{pid}/fd"
     try:
         # Since Linux 6.2, the size of the directory is the number of open files.
         return os.stat(path).st_size or sum(1 for _ in itertools.islice(os.scandir(path), MAX_OPEN_FILES))  # noqa: PTH116 - a number, for hundreds
@@ -260,7 +250,7 @@ def proportional_kb(pid: int) -> int:
     """Return the memory in use, with shared pages divided among their users, or 0 if the kernel does not report it.
     Blocks.
     """
-    found = of_each([pid], lambda pid: read_memory(pid, "smaps_rollup", MAX_KERNEL_BYTES)).get(pid, b"")
+    found = of_each([pid], lambda pid: read(pid, "smaps_rollup")).get(pid, b"")
     return next((int(line.split()[1]) for line in found.splitlines() if line.startswith(b"Pss:")), 0)
 
 
@@ -276,24 +266,18 @@ def uses(pids: Collection[int], is_wanted: Callable[[str], bool], devices: Colle
     process. A file is wanted if ``is_wanted`` accepts its path and its device is one of ``devices``.
 
     For mapped files, only the paths are compared, because the device numbers in ``maps`` may differ from those of
-    ``stat``. Therefore, ``maps`` is read only for processes in our mount namespace. Processes with the fewest
-    descriptors come first (since Linux 6.2), because the number of descriptors examined is limited. Blocks.
+    ``stat``. Therefore, ``maps`` is read only for processes in our mount namespace. Blocks.
     """
-    left = MAX_LINKS
 
     def of_one(pid: int) -> Iterator[Use]:
-        nonlocal left
-        about = _shown(pid)
+        about = f"/proc/{pid}"
         with suppress(OSError):
             yield from filter(None, (found(kind, f"{about}/{kind}") for kind in ("cwd", "root", "exe")))
-            with os.scandir(about / "fd") as entries:
-                for each in itertools.islice(entries, max(left, 0)):
-                    left -= 1
-                    if use := found("fd", each.path):
-                        yield use
+            with os.scandir(f"{about}/fd") as entries:
+                yield from filter(None, (found("fd", each.path) for each in entries))
         with suppress(OSError):
-            if (about / "ns/mnt").samefile("/proc/self/ns/mnt"):
-                paths = dict.fromkeys(parse_maps(read_memory(pid, "maps", MAX_MAPS_BYTES)))
+            if Path(about, "ns/mnt").samefile("/proc/self/ns/mnt"):
+                paths = dict.fromkeys(parse_maps(read(pid, "maps", MAX_MAPS_BYTES)))
                 yield from (Use("map", path) for path in paths if is_wanted(path))
 
     def found(kind: str, link: str) -> Use | None:
@@ -303,15 +287,7 @@ def uses(pids: Collection[int], is_wanted: Callable[[str], bool], devices: Colle
         except OSError:
             return None
 
-    def descriptors(pid: int) -> int:
-        with suppress(OSError):
-            return os.stat(f"/proc/{pid}/fd").st_size  # noqa: PTH116 - as above
-        return 0
-
-    uses = of_each(sorted(pids, key=descriptors), lambda pid: list(itertools.islice(of_one(pid), MAX_USES)))
-    if left <= 0:
-        logger.warning("processes have more than %d descriptors: not all were examined", MAX_LINKS)
-    return uses
+    return of_each(pids, lambda pid: list(itertools.islice(of_one(pid), MAX_USES)))
 
 
 def parse_maps(maps: bytes) -> Iterator[str]:
@@ -325,7 +301,7 @@ def name(pid: int) -> str:
     """Return the name in ``comm``, which has up to 15 bytes and can be chosen by the process, or "" if there is no such
     process.
     """
-    return _read(pid, "comm", 64).decode(errors="replace").rstrip("\n")
+    return read(pid, "comm", 64).decode(errors="replace").rstrip("\n")
 
 
 def executable(pid: int) -> str:
@@ -339,8 +315,13 @@ def executable(pid: int) -> str:
 
 
 def user(pid: int) -> int | None:
-    """Return the real uid of a process, or None if there is no such process."""
-    return _number_of(pid, b"Uid")
+    """Return the real uid of a process, or None if there is no such process.
+
+    The process's name precedes the uid in ``status``, and the kernel escapes only newlines in it. A carriage return
+    must therefore not be treated as the start of a line.
+    """
+    _, is_there, rest = read(pid, "status").partition(b"\nUid:")
+    return int(rest.split(None, 1)[0]) if is_there else None
 
 
 def has_our_root(pid: int) -> bool:
@@ -357,7 +338,7 @@ def groups(pid: int) -> dict[str, str]:
     """Return the cgroup paths of a process by controller, as ``/proc/PID/cgroup`` shows them to us. The key of version
     2 is "".
     """
-    return parse_groups(_read(pid, "cgroup", MAX_KERNEL_BYTES).decode(errors="surrogateescape"))
+    return parse_groups(read(pid, "cgroup").decode(errors="surrogateescape"))
 
 
 def parse_groups(text: str) -> dict[str, str]:
@@ -367,16 +348,6 @@ def parse_groups(text: str) -> dict[str, str]:
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         paths.update(dict.fromkeys(controllers.split(","), path))
     return paths
-
-
-def _number_of(pid: int, field: bytes) -> int | None:
-    """Return the first number in a field of ``status``, or None if there is no such process.
-
-    The process's name precedes the field, and the kernel escapes only newlines in it. A carriage return must therefore
-    not be treated as the start of a line.
-    """
-    _, is_there, rest = _read(pid, "status").partition(b"\n%s:" % field)
-    return int(rest.split(None, 1)[0]) if is_there else None
 
 
 def incarnation() -> str:
@@ -400,131 +371,60 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _shown(pid: int) -> Path:
-    """Return the directory below /proc with the files of a process. If its first thread has ended, return that of
-    another thread.
-    """
-    found = stat(pid)
-    is_headless = found is not None and found.state == "Z" and found.threads > 1
-    others = _other_threads(pid) if is_headless else []
-    return Path("/proc", str(pid), "task", others[0]) if others else Path("/proc", str(pid))
-
-
-def read_memory(pid: int, name: str, limit: int) -> bytes:
-    """Read a file about the memory of a process. Once the first thread has ended, its file is empty, so the file of
-    another thread is read.
-    """
-    return _read(pid, name, limit) or _read_of_threads(pid, name, limit)
-
-
-def _read_of_threads(pid: int, name: str, limit: int) -> bytes:
-    """Read a file of any thread but the first. Return b"" if there is no other thread."""
-    return next(filter(None, (_read(pid, f"task/{each}/{name}", limit) for each in _other_threads(pid))), b"")
-
-
-def _other_threads(pid: int, limit: int = MAX_THREADS) -> list[str]:
-    """Return some threads of a process, excluding the first."""
-    try:
-        return [name for name in _numbers(f"/proc/{pid}/task", limit) if name != str(pid)]
-    except OSError:
-        return []
-
-
-def _read(pid: int, name: str, limit: int = MAX_KERNEL_BYTES) -> bytes:
+def read(pid: int, name: str, limit: int = MAX_KERNEL_BYTES) -> bytes:
     """Read the first ``limit`` bytes of ``/proc/PID/NAME``. Return b"" if the process is gone or the permission is
     missing.
     """
-    path = f"/proc/{pid}/{name}"
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as exc:
-        if exc.errno == errno.EMFILE:
-            with suppress(OSError):
-                return _without_descriptors(lambda: _content(os.open(path, os.O_RDONLY | os.O_CLOEXEC), limit))
-        return b""
-    return _content(descriptor, limit)
-
-
-def _without_descriptors(work: Callable[[], T]) -> T:
-    """Do ``work``, which opens one file, although no descriptor is free. A spare descriptor is closed during the work.
-    Raises the ``OSError`` of ``work``.
-
-    Without this, every running process would seem to have ended when no descriptor is free.
-    """
-    global _spare  # noqa: PLW0603 - the one of this process
-    tell_shortage()
-    with _spare_lock:
-        if _spare is not None:
-            os.close(_spare)
-        _spare = None
-        try:
-            return work()
-        finally:
-            with suppress(OSError):
-                _spare = os.eventfd(0, os.EFD_CLOEXEC)
-
-
-@functools.cache
-def tell_shortage() -> None:
-    """Log the lack of descriptors only once, because processes are read often."""
-    logger.error("no free descriptor: /proc is read with a reserved descriptor, one file after the other")
-
-
-def _content(descriptor: int, limit: int) -> bytes:
     content = b""
     try:
-        # A short read does not mean the end, because the kernel fills at most a page at a time.
-        while len(content) < limit and (chunk := os.read(descriptor, limit - len(content))):
-            content += chunk
-    except OSError:
-        pass  # a part of the arguments may not be mapped, so keep what was read
-    finally:
-        os.close(descriptor)
+        with closing(os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
+            # A short read does not mean the end, because the kernel fills at most a page at a time.
+            while len(content) < limit and (chunk := os.read(descriptor, limit - len(content))):
+                content += chunk
+    except OSError as exc:
+        if exc.errno not in _GONE:
+            raise
     return content
 
 
-_spare: int | None = os.eventfd(0, os.EFD_CLOEXEC)
-"""A spare descriptor, which is closed to make room for a file if no other descriptor is free."""
-_spare_lock = threading.Lock()
 _blocked: dict[int, threading.Thread] = {}  # noqa: TID251 - see ``of_each``
 """Threads that hang because the process that they read blocks them, by the pid of that process."""
 
 
-def of_each(pids: Collection[int], work: Callable[[int], T]) -> dict[int, T]:
-    """Apply ``work`` to each process, in a separate thread, and return the results by pid.
+def of_each(pids: Iterable[int], work: Callable[[int], T]) -> dict[int, T]:
+    """Apply ``work`` to each process, in a separate thread, and return the results by pid. Raises the ``OSError`` of
+    ``work``, and ``OSError`` (EAGAIN) if no thread can be started.
 
     If reading a process blocks the thread, that process is missing from the result. Later calls skip it too, until the
     blocked thread has finished.
     """
-    found: dict[int, T] = {}
     for pid in [pid for pid, reader in list(_blocked.items()) if not reader.is_alive()]:
         _blocked.pop(pid, None)
-    ahead = [pid for pid in pids if pid not in _blocked]
-    while ahead and len(_blocked) < MAX_HUNG_READS:
-        part: dict[int, T] = {}
-        is_left = threading.Event()
+    answers: dict[int, Future[T]] = {pid: Future() for pid in pids if pid not in _blocked}
+    ahead = iter(list(answers))  # shared by all readers, so that the next one continues after a process that blocks
+    found: dict[int, T] = {}
 
-        def read(ahead: list[int] = ahead, part: dict[int, T] = part, is_left: threading.Event = is_left) -> None:
-            for pid in ahead:
-                part[pid] = work(pid)
-                if is_left.is_set():
-                    break
+    def read_on() -> None:
+        for pid in ahead:
+            try:
+                answers[pid].set_result(work(pid))
+            except OSError as exc:
+                answers[pid].set_exception(exc)
 
-        reader = threading.Thread(target=read, name="reads of processes", daemon=True)  # noqa: TID251 - no event loop
+    reader = None
+    for pid, answer in answers.items():
+        if reader is None:
+            if len(_blocked) >= MAX_HUNG_READS:
+                break
+            reader = threading.Thread(target=read_on, name="reads of processes", daemon=True)  # noqa: TID251 - no event loop
+            try:
+                reader.start()
+            except RuntimeError as exc:
+                raise OSError(errno.EAGAIN, str(exc)) from None
         try:
-            reader.start()
-        except RuntimeError:
-            break  # no thread could be started, so leave out the remaining processes
-        done = -1
-        while reader.is_alive() and len(part) > done:
-            done = len(part)
-            reader.join(READ_TIMEOUT_S)
-        is_blocked = reader.is_alive()
-        found |= dict(part)
-        ahead = [pid for pid in ahead if pid not in found]
-        if not is_blocked or not ahead:
-            break
-        is_left.set()
-        _blocked[ahead[0]] = reader
-        logger.warning("process %d blocks its readers: its arguments and open files are not read", ahead.pop(0))
+            found[pid] = answer.result(READ_TIMEOUT_S)
+        except TimeoutError:
+            logger.warning("process %d blocks its readers: its arguments and open files are not read", pid)
+            _blocked[pid], reader = reader, None
+    deque(ahead, maxlen=0)  # a reader that blocks until now has nothing left to do
     return found

@@ -220,9 +220,9 @@ class Process:
 
     def _poll(self) -> None:
         """Check periodically whether a process without a pidfd has ended."""
-        if self.is_alive:
-            self._timer = self._loop.call_later(POLL_S, self._poll)
-        else:
+        self._timer = self._loop.call_later(POLL_S, self._poll)
+        if not self.is_alive:
+            self._timer.cancel()
             self._collect()
 
     def _exited(self) -> None:
@@ -247,7 +247,9 @@ class Process:
 
     async def _ask(self, parent: Parent) -> None:
         """Ask the keeper of the process for its status."""
-        status = await parent.status_of(self.identity)
+        status = None
+        with contextlib.suppress(OSError):  # without a free descriptor, the status is unknown
+            status = await parent.status_of(self.identity)
         if status is None:
             status = _exit_info(self._pidfd)
         self._asking = None
@@ -315,7 +317,8 @@ def spawn(
             raise HostError(f"cannot run {program}: {exc}") from exc
     # Set a return code so that Popen does not try to reap the child too.
     popen.returncode = 0
-    stat = proc.stat(popen.pid)
+    with files.attempting(f"run {program}"):
+        stat = proc.stat(popen.pid)
     assert stat is not None, "a child that is not reaped has a stat line"
     _spawned[popen.pid] = stat.start_ticks
     if limits := file_limits_of_children():
@@ -330,7 +333,12 @@ def adopt(pid: int, start_ticks: int | None = None, parent: Parent | None = None
     ``parent`` is asked for the status of the process once it has ended.
     """
     pidfd = _open(pid)
-    stat = proc.stat(pid)
+    try:
+        stat = proc.stat(pid)
+    except OSError:
+        if pidfd is not None:
+            os.close(pidfd)
+        raise
     if (
         stat is None
         or not stat.is_alive
@@ -399,7 +407,7 @@ def script_environment(environ: Mapping[str, str]) -> dict[str, str]:
     ``environ`` is this process's environment. Python sets ``LC_CTYPE`` in it if the locale is C (PEP 538), so scripts
     get the value with which the agent was started, or none.
     """
-    entries = os.fsdecode(proc.read_memory(os.getpid(), "environ", MAX_ENVIRONMENT_BYTES)).split("\0")
+    entries = os.fsdecode(proc.read(os.getpid(), "environ", MAX_ENVIRONMENT_BYTES)).split("\0")
     initial = {name: value for name, _, value in (entry.partition("=") for entry in entries) if name == "LC_CTYPE"}
     others = {name: value for name, value in environ.items() if name != "LC_CTYPE"}
     return {name: value for name, value in (others | initial).items() if not name.startswith(_OWN_VARIABLES)}

@@ -34,7 +34,6 @@ from agent_shim.core.errors import ConfigError, HostError
 from agent_shim.core.paths import VCAP, Paths
 from agent_shim.host import capabilities, clock, files, guarded, job_cgroups, keeper, proc, process, trusted_path
 from agent_shim.host.descriptors import closing
-from agent_shim.host.keeper import shortened
 from agent_shim.supervisor.bpm.calls import BpmCall, bpm_label
 from agent_shim.supervisor.ctl_programs import Programs, last_line
 from agent_shim.supervisor.ownership import process_record
@@ -175,7 +174,7 @@ class Bpm:
         if found.pid in keepers.pids:  # the pid of an old pidfile has been reused
             return None
         if owner := keepers.owner(found.identity):
-            return found.identity if owner == shortened(entry.label) else None
+            return found.identity if owner == entry.label else None
         # The process was started by an agent without keepers, which wrote the pidfile right after the start. Check that
         # the times match.
         age = pidfile.modified - clock.wall_time_of(found.start_ticks)

@@ -183,7 +183,11 @@ class ProcessStats:
         given as 0.
         """
         services = list(services)
-        processes, children = self._processes.now([each.process.pid for each in services if each.process is not None])
+        try:
+            leaders = [each.process.pid for each in services if each.process is not None]
+            processes, children = self._processes.now(leaders)
+        except OSError:  # no descriptor is free
+            processes, children = _NO_LOOK
         total_kb = max(1, self.memory_total() // 1024)
         found = []
         for service in services:

@@ -425,7 +425,11 @@ class Service:
         }
         try:
             while True:
-                await self._work.run(works[WORK[self.record.state]]())
+                try:
+                    await self._work.run(works[WORK[self.record.state]]())
+                except OSError as exc:  # the state of a process is unknown, because no descriptor or thread is free
+                    logger.error("cannot watch the processes of %s: %s; trying again", self.spec.name, exc)
+                    await asyncio.sleep(self._timing.look)
         finally:
             await self._by_bpm.end_start()
 

@@ -23,7 +23,6 @@ from agent_shim.core.events import is_set_within
 from agent_shim.core.keep_running import run_forever
 from agent_shim.core.paths import Paths
 from agent_shim.host import clock, files, proc
-from agent_shim.host.keeper import shortened
 from agent_shim.host.process import Process
 from agent_shim.supervisor import plan
 from agent_shim.supervisor.bpm.calls import bpm_label
@@ -362,7 +361,7 @@ class Supervisor:
 
     def _lost_keeper(self, label: str, orphans: Sequence[Left]) -> None:
         for service in self._services.values():
-            if label in map(shortened, service.spec.labels):
+            if label in service.spec.labels:
                 service.lose_keeper(orphans)
 
     def _has_ended(self, service: asyncio.Task[None]) -> None:

@@ -166,7 +166,10 @@ async def test_next_agent_finds_keepers_and_exits_that_it_missed(sockets: Path) 
     first = await keeper.start(sockets, "a/b c", shell("sleep 1000 & exec sleep 1000"))
     program = first.state.program
     (other,) = [each for each in await until_below(first, 2) if each.pid != program]
-    assert await first.watch(other.identity) is None
+    adopted = first.adopt(other.pid)
+    assert adopted is not None
+    await first.request("state")
+    adopted.release()
     first.close()
     os.kill(other.pid, signal.SIGUSR1)
     os.kill(program, signal.SIGTERM)
@@ -176,7 +179,7 @@ async def test_next_agent_finds_keepers_and_exits_that_it_missed(sockets: Path) 
     assert (second.label, second.pid) == ("a/b c", first.pid)
     assert (await second.wait()).status == 128 + signal.SIGTERM
     assert await second.is_childless_within(60)
-    missed = await second.watch(other.identity)
+    missed = second.exit_of(other.identity)
     assert missed is not None
     assert missed.status == 128 + signal.SIGUSR1
     assert missed.at <= clock.boot_time()
@@ -209,8 +212,8 @@ async def test_keeper_does_not_report_the_exit_of_an_earlier_process_with_the_sa
     await kept.kill()
     ended = await kept.wait()
 
-    assert await kept.watch((program, clock.boot_ticks() + 100)) is None
-    assert await kept.watch((program, 0)) == ended
+    assert await kept.status_of((program, clock.boot_ticks() + 100)) is None
+    assert await kept.status_of((program, 0)) == ended.status
     await end(kept)
 
 
@@ -264,11 +267,11 @@ async def test_keeper_starts_a_program_with_the_requested_context(sockets: Path,
     nice = os.nice(0) + 1
     with shown.open("w") as output:
         limits = {resource.RLIMIT_FSIZE: (1 << 40, -1)}
-        program = Program(argv, env, str(tmp_path), stdout=output.fileno(), umask=0o27, nice=1, limits=limits)
+        program = Program(argv, env, str(tmp_path), stdout=output.fileno(), nice=1, limits=limits)
         kept = await keeper.start(sockets, "asked", program)
     assert (await kept.wait()).status == 0
 
-    assert shown.read_text() == f"[0, 1, 2] {tmp_path} True 0o27 {nice} ({1 << 40}, -1) True set() SIG_DFL 100000\n"
+    assert shown.read_text() == f"[0, 1, 2] {tmp_path} True 0o22 {nice} ({1 << 40}, -1) True set() SIG_DFL 100000\n"
     await end(kept)
 
 
@@ -461,7 +464,7 @@ async def test_damaged_specs_and_requests_do_not_break_the_keeper(
     Only the agent writes specs and requests, so this protects against bugs in the agent, not against attacks.
     """
     chance = random.Random(seed)
-    program = Program(["/bin/true", "a"], {"A": "b"}, umask=0o22, nice=1, limits={resource.RLIMIT_CORE: (0, 0)})
+    program = Program(["/bin/true", "a"], {"A": "b"}, nice=1, limits={resource.RLIMIT_CORE: (0, 0)})
     requests = [b"watch 1 99 0", b"state", b"watch 16 -5 7", b"kill"]
 
     def damaged(instructions: Iterator[str]) -> int:

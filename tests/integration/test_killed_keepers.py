@@ -78,37 +78,6 @@ async def test_next_agent_detects_a_killed_keeper(
             kill(hidden)
 
 
-@pytest.mark.parametrize("is_killed", [False, True])
-async def test_next_agent_recognizes_a_keeper_without_a_start_time_in_its_socket_name(
-    world: JobTree, is_killed: bool
-) -> None:
-    """Earlier revisions named a keeper's socket without the start time."""
-    child = world.base / "child"
-    job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
-    with reaper.reaping():
-        async with world.supervisor() as supervisor:
-            await supervisor.configure([job])
-            await supervisor.start()
-            await in_state(supervisor, "web", "running")
-            hidden = await until(lambda: number_of_program(child, "sleep"))
-            kept = keeper_of(supervisor)
-        (path,) = world.paths.keepers.iterdir()
-        label, _, token = path.name.partition("@")
-        path.rename(path.with_name(f"{label}@{token.partition('-')[2]}"))
-        if is_killed:
-            os.kill(kept, signal.SIGKILL)
-        async with world.supervisor() as supervisor:
-            await supervisor.recover()
-            await in_state(supervisor, "web", "running")
-            if is_killed:
-                with pytest.raises(ActionError, match=rf"cannot end .*\b{hidden} \(sleep\)"):
-                    await supervisor.stop(wait=True)
-                kill(hidden)
-            else:
-                await supervisor.stop(wait=True)
-                assert not is_alive(hidden)
-
-
 async def test_killed_keeper_of_a_service_without_other_processes_does_not_fail_its_stop(world: JobTree) -> None:
     async with world.supervising(world.job("web")) as supervisor:
         pid = (await in_state(supervisor, "web", "running")).pid

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent_shim.host import proc, process
+from tests.support import descriptors
 from tests.support.programs import argv, foreign, is_alive, number_in, number_of_program
 from tests.support.programs.jobs import LASTING, JobTree, in_state, info, program
 from tests.support.waiting import until
@@ -260,3 +261,27 @@ async def test_stop_needs_no_descriptor_per_process(world: JobTree) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
         assert not any(map(is_alive, [pid, *children]))
+
+
+async def test_service_counts_as_running_while_the_agent_has_no_free_descriptor(
+    world: JobTree, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its process must not be taken for an ended one: there is no restart, and a stop does not report success."""
+    start = f"echo start >>$log; echo $$ >$pidfile; {LASTING}"
+    job = world.job("web", start, "kill $(cat $pidfile)", "if totalmem > 10 GB then restart")
+    async with world.supervising(job) as supervisor:
+        watching = asyncio.create_task(supervisor.run())
+        pid = (await in_state(supervisor, "web", "running")).pid
+        with descriptors.none_free() as use_up:
+            await until(lambda: use_up() and "rules has failed" in caplog.text)
+            found = info(supervisor, "web")
+            assert (found.state, found.pid) == ("running", pid)
+            stopping = asyncio.create_task(supervisor.stop_one("web"))
+            await until(lambda: use_up() and "cannot watch the processes of web" in caplog.text)
+            assert info(supervisor, "web").state == "stopping"
+        await stopping
+        await in_state(supervisor, "web", "stopped")
+
+        assert not is_alive(pid)
+        assert world.lines() == ["start"]
+        watching.cancel()

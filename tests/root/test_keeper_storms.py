@@ -28,7 +28,7 @@ from agent_shim.host import keeper
 async def main():
     storm, kind, sockets, user, most = *sys.argv[1:4], *map(int, sys.argv[4:])
     program = keeper.Program(
-        [storm, kind], {}, user=keeper.User(user, user, ()), limits={resource.RLIMIT_NPROC: (most, most)}
+        [storm, kind], {}, user=keeper.User(user, user), limits={resource.RLIMIT_NPROC: (most, most)}
     )
     kept = await keeper.start(Path(sockets), "storm", program)
     while len(kept.processes()) < most // 2 and (await kept.request("state")).reaped < 2 * most:

@@ -61,7 +61,7 @@ RAW: Mapping[str, Raw] = {
     "services.bosh_env": Raw(OWN, frozenset({"_move_to_memory"})),
     "host.keeper": Raw(
         "sockets and spec files that only the agent uses; checks whether a program exists",
-        frozenset({"_begun", "_bind", "_cannot_run", "_connect", "_names", "spec_file"}),
+        frozenset({"_bind", "_cannot_run", "_connect", "_names", "spec_file"}),
     ),
     "cli.bpm": Raw(
         "methods of a log that is opened by host.guarded, and the path of the agent's own socket",
@@ -208,15 +208,14 @@ RAW: Mapping[str, Raw] = {
         frozenset(
             {
                 "_has_children_files",
-                "_read",
+                "read",
                 "executable",
                 "boot_id",
                 "incarnation",
-                "_numbers.listed",
+                "_numbers",
                 "open_files",
                 "has_our_root",
                 "uses.of_one",
-                "uses.descriptors",
                 "uses.found",
             }
         ),

@@ -5,20 +5,28 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def none_free() -> Iterator[None]:
-    """Lower the limit for file descriptors to 200 during the block, and use up all that are free."""
+def none_free() -> Iterator[Callable[[], bool]]:
+    """Lower the limit for file descriptors to 200 during the block, and use up all that are free.
+
+    The result is a function that uses up those that this process has closed in the meantime, and returns True.
+    """
     taken: list[int] = []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 200), hard))
-    try:
+
+    def use_up() -> bool:
         with contextlib.suppress(OSError):
             while True:
                 taken.append(os.open(os.devnull, os.O_RDONLY))
-        yield
+        return True
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 200), hard))
+    try:
+        use_up()
+        yield use_up
     finally:
         for descriptor in taken:
             os.close(descriptor)

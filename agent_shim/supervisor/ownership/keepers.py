@@ -43,12 +43,12 @@ _RULES: Final = "rules of job "
 
 def script_label(job: str) -> str:
     """Return the label of the scripts of a job (pre-start, post-start, drain …)."""
-    return keeper.shortened(f"{_SCRIPTS}{job}")
+    return f"{_SCRIPTS}{job}"
 
 
 def rule_label(job: str) -> str:
     """Return the label of the programs that the rules of a job run (``then exec``)."""
-    return keeper.shortened(f"{_RULES}{job}")
+    return f"{_RULES}{job}"
 
 
 def is_rule_label(label: str) -> bool:
@@ -179,8 +179,7 @@ class Keepers:
 
     def of(self, labels: Collection[str]) -> list[Keeper]:
         """Return the keepers that have one of these labels."""
-        keys = {keeper.prefix(label) for label in labels}
-        return [each for each in self._kept if each.key in keys]
+        return [each for each in self._kept if each.label in labels]
 
     def of_scripts(self) -> list[str]:
         """Return the script labels whose keepers still have processes."""
@@ -225,9 +224,8 @@ class Keepers:
         return keeper.owner(identity, self._kept)
 
     def owner(self, identity: Identity) -> str:
-        """Return the label of the keeper above a process, in the form of ``keeper.shortened``, or "" if there is none.
-
-        Blocks for a moment while it reads /proc.
+        """Return the label of the keeper above a process, or "" if there is none. Blocks for a moment while it reads
+        /proc.
         """
         found = self.above(identity)
         return found.label if found is not None else ""
@@ -259,8 +257,7 @@ class Keepers:
         return await asyncio.to_thread(self._orphans, lost) if lost else []
 
     def _lost_of(self, labels: Collection[str]) -> list[str]:
-        lost = {keeper.shortened(label) for label in labels}
-        return [name for name in self._lost if keeper.label_of(name) in lost]
+        return [name for name in self._lost if keeper.label_of(name) in labels]
 
     def _orphans(self, lost: Collection[_Lost]) -> list[Left]:
         """Return the living processes that the parents of killed keepers may have inherited, except those that this

@@ -11,7 +11,6 @@ import os
 from typing import Final
 
 from agent_shim.host import clock, proc, process
-from agent_shim.host.keeper import shortened
 from agent_shim.supervisor.ownership.keepers import Keepers, is_rule_label, script_label
 from agent_shim.supervisor.ownership.process_record import Pidfile, ProcessRecord
 from agent_shim.supervisor.plan import ProcessSpec
@@ -59,7 +58,7 @@ def tie(
     if found.pid in keepers.pids or process.is_spawned(found.identity):
         return Tie.NONE, "it belongs to the agent"
     owner = keepers.owner(found.identity)
-    if owner in map(shortened, spec.labels) or found.identity in record.others:
+    if owner in spec.labels or found.identity in record.others:
         return Tie.OWNED, ""
     if owner == script_label(spec.job) or (is_rule_label(owner) and is_allowed and is_older):
         return Tie.SHARED, ""
@@ -91,11 +90,10 @@ def match(keepers: Keepers, spec: ProcessSpec, record: ProcessRecord) -> tuple[p
     excluded = {1, os.getpid(), *keepers.pids}
     living = [pid for pid, each in processes.items() if each.is_alive and pid not in excluded]
     fitting = [pid for pid, line in proc.command_lines(living).items() if spec.pattern.search(line)]
-    own = {shortened(label) for label in spec.labels}
     found: list[tuple[proc.Stat, Tie]] = []
     for each in (processes[pid] for pid in fitting):
         owner = keepers.owner(each.identity)
-        if owner in own or each.identity in record.others:
+        if owner in spec.labels or each.identity in record.others:
             found.append((each, Tie.OWNED))
         elif owner == script_label(spec.job) or is_rule_label(owner):
             found.append((each, Tie.SHARED))
