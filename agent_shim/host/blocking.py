@@ -1,9 +1,9 @@
 """Runs blocking work in threads, so that the event loop continues.
 
-There are two ways. ``asyncio.to_thread`` runs work that always ends soon, such as reading the agent's own files; the
-threads of its pool are few, and the process waits for them when it exits. :func:`call` runs work that may hang, because
-it depends on a file server, a name server or a job's files. It has a deadline, and its thread is a daemon thread, which
-does not delay the exit.
+There are two ways. ``asyncio.to_thread`` runs work that always finishes soon, such as reading the agent's own files.
+Its pool has only a few threads, and the process waits for them when it exits. :func:`call` runs work that may hang,
+because it depends on a file server, a name server or a job's files. It has a deadline, and its thread is a daemon
+thread, which does not delay the exit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ MAX_THREADS: Final = 32
 _POLL_S: Final = 0.01
 
 _busy: Final[set[str]] = set()
-"""Owners that have a call in progress. The threads of the calls change this set, so ``_lock`` protects it."""
+"""The ``owner`` arguments of the calls in progress. The threads of the calls change this set, so ``_lock`` protects
+it.
+"""
 _lock: Final = threading.Lock()
 
 

@@ -19,8 +19,8 @@ wake at the same time.
 
 
 def until_beat(period: float) -> float:
-    """Return the seconds until the next multiple of ``period`` since ``BEGUN_AT``. If the period of one task divides
-    that of another, both tasks wake at the same time, which saves wake-ups.
+    """Return the seconds until the time since ``BEGUN_AT`` is a multiple of ``period``. If one task's period is a
+    multiple of another's, a single wake-up of the process then serves both tasks.
     """
     return period - (time.monotonic() - BEGUN_AT) % period
 

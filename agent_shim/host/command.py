@@ -29,7 +29,7 @@ async def run(
     """Run the program with ``given`` as stdin and return its output. If it fails, raises ``HostError`` with the output.
 
     ``through`` is a command that executes the program, such as setpriv. Errors do not mention it. After ``timeout``
-    seconds, or on cancellation, SIGTERM is sent to its process group, and SIGKILL ``grace`` seconds later.
+    seconds, or on cancellation, SIGTERM is sent to the program's process group, and SIGKILL ``grace`` seconds later.
     """
     with _in_memory(given.encode()) as stdin, _in_memory() as output:
         argv = [*through, program, *arguments]

@@ -290,7 +290,7 @@ def _write_in_place(path: Path, data: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Sync a directory."""
+    """Sync a directory, so that files created or renamed in it are still there after a crash of the machine."""
     with closing(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         os.fsync(fd)
 
@@ -309,7 +309,7 @@ def make_dir(path: Path, mode: int, owner: str | None = None) -> None:
 
 
 def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
-    """Like :func:`make_dir`, but for a directory whose parent is writable for all users.
+    """Like :func:`make_dir`, but for a directory whose parent is writable by all users.
 
     If another user has created something at ``path``, it is renamed. It is not reused, because a directory created by a
     job could contain malicious files.
@@ -357,8 +357,8 @@ def _open_made(path: Path, mode: int) -> int:
 
 
 def swap_link(target: Path, link: Path) -> None:
-    """Point ``link`` to ``target`` atomically. A real directory at ``link`` is removed first, in which case this is not
-    atomic.
+    """Point ``link`` to ``target`` atomically. If there is a real directory at ``link``, it is removed first, so the
+    change is then not atomic.
     """
     with suppress(OSError):  # ``link`` does not exist or is not a link
         if os.readlink(link) == str(target):  # noqa: PTH115 - faster, and called for each package of each job
@@ -395,7 +395,7 @@ _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 def _empty(top: int) -> None:
     """Empty an open directory. Nested directories are first moved up into it, because a job can nest ten thousand of
-    them.
+    them, which is too deep for recursion.
     """
     waiting, moved = _without_files(top), (f".{secrets.token_hex(8)}-{number}" for number in itertools.count())
     while waiting:

@@ -4,10 +4,11 @@ module.
 At any time, a job may create anything in a directory that it can write to: a link to a secret, a pipe without a writer,
 a sparse file of terabytes, a file that grows while it is read. Therefore,
 
-* links below a directory given as ``root`` are never followed; elsewhere only links that root made, in directories
-  where only root can make them;
-* only regular files are opened, after their type was checked: a pipe does not block, and a device is not touched. With
-  ``O_NONBLOCK``, opening a file on which its owner holds a lease fails, whereas otherwise the kernel would wait.
+* links below a directory given as ``root`` are never followed; elsewhere, links are followed only if the root user
+  created them in a directory where no other user can create any;
+* only regular files are opened, and only after their type was checked, so a pipe cannot block and a device is not
+  touched. They are opened with ``O_NONBLOCK``, because the kernel would otherwise wait if the owner of a file holds a
+  lease on it; with this flag, the open fails instead;
 * every read, listing and walk has a limit in bytes, entries or seconds.
 
 All functions block on disk access, perhaps forever if a file server hangs. On the event loop, call them through
@@ -87,8 +88,8 @@ def held(path: StrPath, root: StrPath | None = None) -> Iterator[int]:
     """Yield an ``O_PATH`` descriptor of the file at ``path``, for ``fstat`` and for paths below it. The file itself is
     not opened.
 
-    ``root`` is a directory above the file, below which no link is followed. Without ``root``, links created by root are
-    followed.
+    ``root`` is a directory above the file, below which no link is followed. Without this argument, links are followed
+    if the root user created them.
     """
     below = "" if root is None else _below(path, root)
     if root is None or not below:
@@ -114,8 +115,8 @@ def _below(path: StrPath, root: StrPath) -> str:
 def open_file(path: StrPath, root: StrPath | None = None) -> int:
     """Open a regular file for reading. ``root`` has the same meaning as for :func:`held`.
 
-    Below ``root``, a file owned by root is refused if it has a second hard link, because jobs can create hard links to
-    any file unless the kernel protects against that.
+    Below ``root``, a file that belongs to the root user is refused if it has a second hard link, because jobs can
+    create hard links to any file unless the kernel protects against that.
     """
     with _named(path), held(path, root) as found:
         if root is not None:
@@ -219,8 +220,8 @@ def chunks(descriptor: int, begin: int, end: int) -> Iterator[tuple[int, bytes]]
 def open_log(path: Path, mode: int, *, owner: tuple[int, int] = (-1, -1)) -> int:
     """Open a log for appending. If it does not exist, create it with ``mode`` and ``owner``.
 
-    A file with a second hard link is refused. The owner of an existing file is not changed, because it may be one of
-    root's files that a job has moved here.
+    A file with a second hard link is refused. The owner of an existing file is not changed, because the file may be one
+    of root's that a job has moved here.
     """
     with _named(path), held(path.parent) as directory:
         # Retry if the file is removed between these two steps, as a log rotation may do. The number of attempts is

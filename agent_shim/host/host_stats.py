@@ -1,7 +1,7 @@
 """Processor times, memory, swap and load of the whole machine. Units are bytes and seconds.
 
-Processor times and memory are read with psutil. Raises ``ValueError`` for figures that no kernel reports, such as
-negative ones.
+Processor times and memory are read with psutil. The functions raise ``ValueError`` for figures that no kernel reports,
+such as negative ones.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def cpu_times(proc: Path = PROC) -> CpuTimes:
 
 
 def memory(proc: Path = PROC) -> Memory:
-    """Return memory and swap. Memory that is not available counts as used."""
+    """Return memory and swap. All memory that the kernel does not report as available counts as used."""
     psutil = _psutil(proc)
     try:
         with warnings.catch_warnings():  # ignore warnings about members of psutil's answer that are not used here

@@ -16,7 +16,7 @@ INITIAL_UTS_NAMESPACE: Final = 0xEFFFFFFE
 """Inode of the initial UTS namespace of the kernel (include/linux/proc_ns.h)."""
 
 _VALID: Final = r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,62}[A-Za-z0-9])?"
-"""Names that sethostname(2) accepts, up to 64 bytes, and that resolvers find."""
+"""Matches names of up to 64 bytes that sethostname(2) accepts and that resolvers can look up."""
 
 
 def owner(table: Sequence[mounts.Mount] | None = None) -> str:
@@ -33,8 +33,8 @@ def owner(table: Sequence[mounts.Mount] | None = None) -> str:
 
 
 def set_host_name(name: str) -> str:
-    """Set the host name as SetupHostname does (platform/linux_platform.go). Return the reason if that fails, or "".
-    Blocks.
+    """Set the host name as the Go agent does (SetupHostname in platform/linux_platform.go). Return "" on success,
+    otherwise the reason for the failure. Blocks.
     """
     if socket.gethostname() == name:
         return ""

@@ -52,7 +52,7 @@ class Isolation(NamedTuple):
 def bind_mount(
     path: str, *, source: str = "", write: bool = False, run: bool = False, shared: bool = False
 ) -> sandbox_exec.BindMount:
-    """Describe a bind mount, visible at its own path unless ``source`` differs."""
+    """Describe a bind mount of ``source`` (by default ``path`` itself) that makes it visible at ``path``."""
     return {"path": path, "source": source or path, "write": write, "run": run, "shared": shared}
 
 
@@ -94,8 +94,8 @@ async def prepared(spec: sandbox_exec.ExecSpec, start: Start) -> AsyncIterator[p
     """Yield a process that executes the program at the end of the block. If the block fails, the process exits without
     executing it.
 
-    If the spec requests new namespaces, it is the first process in them. ``Process.pid`` is always the pid in our
-    namespace. Raises ``HostError``.
+    If the spec requests new namespaces, the yielded process is the first one in them. Its attribute ``pid`` is always
+    the pid in the agent's namespace. Raises ``HostError``.
     """
     with files.attempting(f"run {spec['argv'][0]}"):
         ours, theirs = socket.socketpair()

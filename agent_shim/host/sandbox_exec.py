@@ -6,7 +6,7 @@ and exec. It then executes the job's program, which keeps the pid. An init remai
 fails, it is reported on stderr, the job's program is not run, and the exit code is 127.
 
 With a ``gate``, descriptor 0 is a socket. The peer receives the pid (as text) if it differs from that of this program,
-or the reason of a failure, and sends one byte to let the program run. If the peer closes the socket, this process
+or the reason for a failure, and sends one byte to let the program run. If the peer closes the socket, this process
 exits.
 
 Every mount source is opened once, before any privilege is dropped, and links are followed only if root created them.
@@ -166,8 +166,8 @@ def _describe(exc: OSError) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Read and execute a spec. This returns only on failure and, with ``enter``, when the program has ended. Return the
-    exit code.
+    """Read and execute a spec. Returns an exit code, but only on failure or, with ``enter``, after the program has
+    exited.
     """
     descriptor = int(arguments[1])
     spec, is_open = _read(descriptor)
@@ -502,8 +502,8 @@ def _make_point(path: str, *, is_directory: bool) -> None:
 
 
 def _enter(spec: ExecSpec, pid: int) -> int:
-    """Run the program in the namespaces of ``pid``, and forward signals to it. Like a shell, return its exit code, or
-    128+N if signal N killed it.
+    """Run the program in the namespaces of the process ``pid``, and forward signals to the program. Like a shell,
+    return the program's exit code, or 128+N if signal N killed it.
     """
     flags = functools.reduce(int.__or__, (_NAMESPACES[name] for name in spec["namespaces"]))
     with _step("enter its namespaces"):

@@ -42,7 +42,7 @@ class Notifier(msgspec.Struct, frozen=True):
         return self.patience / BEATS
 
     def beat(self) -> None:
-        """Report that the agent is alive. The thread of ``host.watchdog`` calls this until the process ends."""
+        """Report that the agent is alive. The watchdog's thread calls this until the process exits."""
         if self.patience:
             self._send("WATCHDOG=1")
 

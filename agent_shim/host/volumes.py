@@ -124,11 +124,11 @@ def set_options(place: Path, like: Path, more: Collection[str] = ()) -> None:
 
 
 def flags_to_set(place: Path, like: Path, more: Collection[str], table: Sequence[mounts.Mount]) -> int | None:
-    """Return the mount flags that :func:`set_options` sets, or None if they are already set or ``place`` is not a
-    second mount of the volume.
+    """Return the flags that the mount at ``place`` should get, as a bit mask. Return None if it already has them, or if
+    ``place`` is not a second mount of the volume at ``like``.
 
-    The result includes all present options, because a remount replaces them, and in a user namespace it is not allowed
-    to drop any.
+    The result includes all present options, because a remount replaces them, and in a user namespace, a remount that
+    drops an option fails.
     """
     if place.is_symlink() or place == like or not mounts.is_mount_point(place, table):
         return None
