@@ -90,7 +90,7 @@ async def test_bpm_run_passes_variables_and_volumes_and_returns_the_exit_code(
     run.assert_awaited_once_with(ANY, [Volume(extra, writable=True, shared=True), Volume(more)], {})
 
 
-async def test_bpm_run_is_ended_on_request(world: JobTree, bpm: Bpm) -> None:
+async def test_running_bpm_errand_is_ended_by_a_request(world: JobTree, bpm: Bpm) -> None:
     log = world.paths.sys / "log/web/errand.stdout.log"
     running = asyncio.create_task(ask(bpm, "run", "errand", env=["NAME=up", "WAITS=yes"]))
     await until(lambda: log.exists() and log.read_text() == "up\n")

@@ -248,8 +248,8 @@ async def test_bpm_errand_returns_its_exit_code_and_leaves_no_process(
 async def test_children_of_a_dead_bpm_process_end_before_the_next_start(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the init of the PID namespace is killed, children of the process survive and could still listen on the port
-    that the next process needs.
+    """Children of the process survive if the init of the PID namespace is killed. They could still listen on the port
+    that the next process needs, so the agent ends them before the start.
     """
     await weaken(monkeypatch, 3)
     job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; kill -9 $PPID; exec sleep 605")
@@ -376,7 +376,7 @@ async def test_bpm_hook_slower_than_the_start_timeout_is_neither_killed_nor_reru
         assert world.lines() == [first]
 
 
-async def test_bpm_errand_with_processes_that_cannot_be_ended_fails(
+async def test_bpm_errand_fails_if_its_processes_cannot_be_ended(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await weaken(monkeypatch, 3)
@@ -808,8 +808,8 @@ async def test_bpm_creates_directories_with_private_modes(world: JobTree) -> Non
 
 
 async def test_bpm_start_waits_for_a_volume_of_another_job(world: JobTree) -> None:
-    """If the agent created the directory instead, cloud_controller_ng in capi-release would never see valkey's socket
-    in it.
+    """The agent must not create the volume's directory itself, because cloud_controller_ng in capi-release would then
+    never see valkey's socket in it.
     """
     volume = world.base / "valkey"
     file = job(world, "exec sleep 600", f"  additional_volumes: [{{path: {volume}, mount_only: true}}]\n")

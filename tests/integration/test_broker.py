@@ -85,7 +85,7 @@ async def lets_in(server: NatsServer, mbus: Mbus, subject: str) -> bool:
         await asyncio.wait([serving, joining])
 
 
-def test_missing_nats_server_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_a_missing_nats_server_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="nats-server"):

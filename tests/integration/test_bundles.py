@@ -235,7 +235,7 @@ async def test_package_links_created_by_a_release_are_kept(paths: Paths, bundles
     assert in_use(paths.packages) == {"erlang": Path("erlang-26")}
 
 
-async def test_directory_at_a_link_path_is_replaced_unless_the_bundle_is_missing(
+async def test_directory_in_place_of_a_bundle_link_is_replaced_unless_the_bundle_is_missing(
     paths: Paths, bundles: Bundles
 ) -> None:
     """An image may contain a directory where the agent needs a link.

@@ -235,7 +235,7 @@ async def test_agent_exits_with_1_after_an_unclean_stop(instance: RunningAgent) 
 
 
 async def test_agent_connects_once_the_bus_admits_it(instance: RunningAgent) -> None:
-    """Until then, the readiness probe passes only at level ``boot``.
+    """Until the bus admits the agent, the readiness probe passes only at level ``boot``.
 
     A CPI's create_vm waits until the agent has booted, and only after create_vm has returned does the Director admit
     the agent to the bus.

@@ -209,8 +209,8 @@ async def test_mount_fails_if_the_volume_does_not_appear(
 
 @each_way
 async def test_mount_waits_for_the_lease_of_a_dead_vm_to_expire(instance: InstanceWithVolumes) -> None:
-    """If a VM is recreated on another node, the lease that its predecessor had on the disk is still valid for a
-    while.
+    """If a VM is recreated on another node, the lease of its predecessor on the disk stays valid for a while. The mount
+    must wait and not fail.
     """
     instance.attach("a")
     answers = ["agent a on a machine that is gone", "agent a on a machine that is gone", ""]
@@ -479,7 +479,7 @@ def at_the_store(instance: InstanceWithVolumes) -> None:
 
 
 @each_way
-async def test_volume_already_at_the_store_stays_there(instance: InstanceWithVolumes) -> None:
+async def test_volume_mounted_at_the_store_by_a_manifest_stays_there(instance: InstanceWithVolumes) -> None:
     at_the_store(instance)
     instance.write("data", "precious")
     before = mounted(instance)
@@ -518,7 +518,9 @@ async def test_volume_mounted_at_the_store_cannot_be_migrated_without_mounts(ins
 
 
 @each_way
-async def test_disk_known_from_a_hint_is_mounted_and_its_hint_removed(instance: InstanceWithVolumes) -> None:
+async def test_disk_known_only_from_a_hint_stays_mounted_after_its_hint_is_removed(
+    instance: InstanceWithVolumes,
+) -> None:
     volume = instance.attach("a")
     del instance.persistent["a"]
     await instance.disks.remove("a")
@@ -586,7 +588,7 @@ async def test_disk_is_synced_before_it_is_unmounted(
 async def test_disk_at_the_migration_target_is_unmounted(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only processes that use this disk delay the unmount. The disk at the store stays mounted."""
+    """The disk at the store stays mounted, and processes that use it do not delay the unmount."""
     await instance.mount("a", "b")
     looked_at: list[set[Path]] = []
 
@@ -1241,7 +1243,7 @@ async def test_disk_association_may_name_a_device(instance: InstanceWithVolumes)
     ],
 )
 @each_way
-async def test_invalid_disk_association_is_named(
+async def test_error_names_an_invalid_disk_association(
     instance: InstanceWithVolumes, wanted: DiskAssociation, text: str
 ) -> None:
     instance.attach("a")

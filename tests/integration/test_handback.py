@@ -96,7 +96,7 @@ async def test_handback_reports_processes_that_monit_would_start(instance: Runni
 
 @pytest.mark.slow
 async def test_handback_is_repeatable_and_changes_nothing_without_an_agent(instance: RunningAgent) -> None:
-    """If there is nothing to hand back, the command still succeeds."""
+    """The command succeeds even if there is nothing to hand back."""
     instance.base.mkdir(exist_ok=True)
     before = sorted(instance.base.iterdir())
 

@@ -156,7 +156,7 @@ async def test_second_http_request_on_a_connection_is_ignored(where: Where, hear
 
 
 @pytest.mark.attack("a neighbour hides a second request behind the first")
-async def test_bytes_after_an_http_request_do_not_change_it(where: Where, heard: list[HttpRequest]) -> None:
+async def test_bytes_after_an_http_request_do_not_change_the_request(where: Where, heard: list[HttpRequest]) -> None:
     for follows in (b"HEAD /2 HTTP/1.1\r\n\r\n", b"DELETE /2 HTTP/1.1\r\n\r\n", b"GET /2 HTTP/0.9\r\n\r\n"):
         answer = await ask(where, b"POST /1 HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody" + follows)
 
@@ -174,7 +174,7 @@ async def test_bytes_after_an_http_request_do_not_change_it(where: Where, heard:
         b"POST /a?b HTTP/1.0\r\nX-Y: 1\r\nx-y: 2\r\nContent-Length: 004\r\n\r\nbody",
     ],
 )
-async def test_http_request_parses_the_same_in_one_piece_or_byte_by_byte(
+async def test_http_request_is_parsed_the_same_whether_sent_whole_or_byte_by_byte(
     where: Where, heard: list[HttpRequest], request_: bytes
 ) -> None:
     whole = await ask(where, request_)

@@ -273,7 +273,7 @@ async def test_monit_daemon_queues_mail_over_a_restart(vm: MonitTree) -> None:
         await until(lambda: json.loads(kept.read_text()) == [])
 
 
-async def test_monit_daemon_stops_and_starts_for_authorized_http_callers(vm: MonitTree) -> None:
+async def test_monit_daemon_stops_and_starts_services_only_for_authorized_http_callers(vm: MonitTree) -> None:
     vm.control.write_text(vm.control.read_text().replace("\n\ninclude", '\n  allow look:"only" read-only\n\ninclude'))
     vm.add("web", "db")
     vm.start()
@@ -424,7 +424,7 @@ async def test_monit_daemon_keeps_no_file_open_below_the_disks(vm: MonitTree) ->
     assert list((vm.base / "data/bosh").iterdir()) == []
 
 
-async def test_second_monit_daemon_exits_and_quit_ends_the_first(vm: MonitTree) -> None:
+async def test_second_monit_daemon_exits_and_monit_quit_ends_the_first(vm: MonitTree) -> None:
     vm.add("web")
     vm.start()
     await vm.until(web="running")

@@ -213,7 +213,7 @@ async def test_rotation_to_an_unreachable_new_address_fails(tmp_path: Path) -> N
 
 @pytest.mark.attack("a neighbour poses as the bus or a name server and never answers")
 async def test_rotation_to_many_silent_addresses_takes_no_longer_than_to_one(tmp_path: Path) -> None:
-    """If the agent waited for each address in turn, all its other tasks would be blocked."""
+    """One time limit applies to all addresses together, because no other task can run during the rotation."""
     async with talking(tmp_path, timing=replace(FAST, connect=2.0, unreachable=0.5)) as talk:
         silent = socket.create_server(("127.0.0.1", 0), backlog=100)
         with silent:

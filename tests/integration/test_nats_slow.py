@@ -42,8 +42,8 @@ def test_bus_retry_delays_and_timeouts_at_most_triple() -> None:
 
 @pytest.mark.parametrize("how", ["greets", "is silent", "is away"])
 async def test_bus_timeouts_grow_only_if_the_server_sends_info(how: str) -> None:
-    """If a server is absent or does not even send its greeting, the timeouts stay short: attempts cost the server
-    nothing, and it may return at any moment.
+    """If a server is absent or does not even send its greeting, the timeouts stay short, because attempts cost the
+    server nothing and it may return at any moment.
     """
     taken: list[asyncio.StreamWriter] = []
 

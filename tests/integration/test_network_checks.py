@@ -69,7 +69,7 @@ async def test_port_check_passes_for_an_open_port(protocol: str) -> None:
     assert await run_check(silence, Protocol(protocol)) == ""
 
 
-async def test_port_check_names_a_closed_port() -> None:
+async def test_port_check_error_names_a_closed_port() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -66,7 +66,7 @@ async def test_orderly_stop_runs_all_drain_scripts_before_it_stops_processes(wor
     assert not world.paths.stopped_marker.exists()
 
 
-async def test_orderly_stop_cuts_off_a_drain_beyond_the_grace_period(world: LocalAgent) -> None:
+async def test_orderly_stop_aborts_a_drain_that_exceeds_the_grace_period(world: LocalAgent) -> None:
     await started(world, slow=traced(world, "slow", "echo 1000\n"))
     pid = int((world.paths.run / "slow/slow.pid").read_text())
 

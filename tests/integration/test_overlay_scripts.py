@@ -274,7 +274,7 @@ def test_rsyslog_rotate_script_reloads_rsyslog(top: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["control", "resolvectl", "rsyslog-rotate"])
-def test_replaced_systemd_programs_call_the_real_ones_under_systemd(top: Path, name: str) -> None:
+def test_stand_ins_call_the_real_programs_under_systemd(top: Path, name: str) -> None:
     place = top / "opt/agent_shim/stand-ins" / name
     (top / "run/systemd/system").mkdir(parents=True)
     recorder(place.with_name(f"{name}.distrib"))

@@ -91,7 +91,7 @@ async def test_job_whose_pidfile_names_pid_1_restarts_when_the_pidfile_is_remove
         await supervisor.stop(wait=True)
 
 
-async def test_restarted_agent_finds_a_job_running_whose_pidfile_names_pid_1(world: JobTree) -> None:
+async def test_restarted_agent_reports_a_job_whose_pidfile_names_pid_1_as_running(world: JobTree) -> None:
     async with world.supervising(world.job("rules", START, "rm -f $pidfile")) as supervisor:
         await in_state(supervisor, "rules", "running")
         supervisor.hold()

@@ -129,7 +129,7 @@ def test_template_error_names_the_file_and_line(tmp_path: Path, conf: str, said:
     assert not (tmp_path / "out").exists()
 
 
-def test_render_names_each_template_with_an_error(tmp_path: Path) -> None:
+def test_render_error_names_each_faulty_template(tmp_path: Path) -> None:
     source = release(tmp_path / "r", "<%= p('name') %>")
     (source / "jobs/web/monit").write_text("<%= p('extra') %>")
     done = render(manifest(tmp_path), source, "--out", tmp_path / "out")
@@ -171,7 +171,7 @@ def linked(where: Path, template: str = LINKED, **db: object) -> tuple[Path, Pat
     return given, source
 
 
-def test_render_resolves_a_link_to_another_group_of_the_manifest(tmp_path: Path) -> None:
+def test_render_resolves_a_link_to_another_group_in_the_manifest(tmp_path: Path) -> None:
     networks = [{"name": "private", "static_ips": ["10.0.0.4-10.0.0.5"]}]
     done = render(*linked(tmp_path, networks=networks), "--group", "front", "--out", tmp_path / "out")
 
@@ -208,7 +208,7 @@ def test_render_error_for_an_unknown_address_suggests_a_remedy(tmp_path: Path, t
         ("<%= link('db').p('port') %>", "the link db has no property port: db/db does not set it"),
     ],
 )
-def test_render_error_distinguishes_properties_of_links_from_those_of_the_job(
+def test_render_error_distinguishes_link_properties_from_job_properties(
     tmp_path: Path, template: str, said: str
 ) -> None:
     job = {"name": "db", "properties": {}}
@@ -217,7 +217,7 @@ def test_render_error_distinguishes_properties_of_links_from_those_of_the_job(
     assert done.stderr.startswith(f"agent-shim: cannot render web/templates/web.conf.erb:1: {said}")
 
 
-def test_render_error_for_a_property_missing_in_a_manual_link_names_consumes(tmp_path: Path) -> None:
+def test_render_error_for_a_property_missing_in_a_manual_link_suggests_consumes(tmp_path: Path) -> None:
     consumes = {"db": {"instances": [{"address": "10.0.0.9"}], "properties": {"port": 5432}}}
     source = release(tmp_path / "r", "<%= link('db').p('x') %>")
     done = render(manifest(tmp_path, consumes=consumes), source, "--out", tmp_path / "out")
@@ -309,7 +309,7 @@ def test_render_kubernetes_rejects_releases_that_the_image_cannot_contain(
     assert (done.returncode, done.stderr) == (78, f"agent-shim: {said}\n")
 
 
-def test_render_passes_only_properties_of_the_job_spec(tmp_path: Path) -> None:
+def test_render_passes_only_properties_that_the_job_spec_declares(tmp_path: Path) -> None:
     conf = "<%= p('other', 'none') %> <%= properties.extra.to_h.keys %> <%= ''.blank? %>"
     given = manifest(tmp_path, properties={"other": 1, "extra": {"b": 1, "a": 2}})
     done = render(given, release(tmp_path / "r", conf), "--out", tmp_path / "out")
@@ -349,7 +349,7 @@ def test_render_passes_dates_to_templates_as_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["spec", "templates/ctl.erb"])
-def test_render_names_a_file_missing_in_the_release(tmp_path: Path, file: str) -> None:
+def test_render_error_names_a_file_that_the_release_lacks(tmp_path: Path, file: str) -> None:
     source = release(tmp_path / "r")
     (source / "jobs/web" / file).unlink()
     done = render(manifest(tmp_path), source, "--out", tmp_path / "out")
@@ -389,7 +389,7 @@ def test_manifest_error_names_the_file_and_position(tmp_path: Path, text: str, s
     assert "Traceback" not in done.stderr
 
 
-def test_render_rejects_an_unknown_job_in_only(tmp_path: Path) -> None:
+def test_render_rejects_an_unknown_job_after_the_option_only(tmp_path: Path) -> None:
     words = ("--only", "web", "--only", "wbe", "--out", tmp_path / "out")
     done = render(manifest(tmp_path), release(tmp_path / "r"), *words)
 

@@ -431,7 +431,7 @@ async def test_many_logs_of_one_job_do_not_block_the_rotation_of_others(logs: Pa
 
 
 @pytest.mark.parametrize("planted", ["second names", "archives of the future"])
-async def test_log_archives_of_one_job_do_not_displace_another_jobs(logs: Path, planted: str) -> None:
+async def test_log_archives_of_one_job_do_not_displace_those_of_other_jobs(logs: Path, planted: str) -> None:
     """If all archives together exceed the limit, only archives of the job that uses the most space are removed, even if
     they are newer than those of other jobs. Archives with several hard links are not included in the total.
     """

@@ -20,7 +20,7 @@ from tests.support.waiting import until
 # --- resources --------------------------------------------------------------------------------------------------------
 
 
-async def test_process_above_a_resource_limit_is_failing_and_keeps_running(world: JobTree) -> None:
+async def test_process_above_a_resource_limit_is_reported_as_failing_and_keeps_running(world: JobTree) -> None:
     """One alert with monit's text is sent. The service is failing as long as the limit is exceeded."""
     job = world.job("web", None, "exit 0", "if memory > 1 kb for 2 cycles then alert", "if children > 50 then alert")
     async with world.checking(job) as supervisor:
@@ -82,7 +82,7 @@ async def test_process_is_starting_until_its_socket_answers(world: JobTree) -> N
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-async def test_process_whose_socket_never_answers_is_never_running(world: JobTree, is_there: bool) -> None:
+async def test_process_whose_socket_never_answers_is_never_reported_as_running(world: JobTree, is_there: bool) -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
@@ -201,7 +201,7 @@ async def test_rule_exec_runs_in_each_failing_cycle(world: JobTree) -> None:
         assert world.told("Resource limit matched") == [("web", "exec")]
 
 
-async def test_rules_of_a_passive_service_only_alert(world: JobTree) -> None:
+async def test_rules_of_a_passive_service_only_send_alerts(world: JobTree) -> None:
     job = world.job("web", None, "exit 0", "if memory > 1 kb then stop", "mode passive")
     async with world.checking(job) as supervisor:
         supervisor.services()

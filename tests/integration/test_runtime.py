@@ -128,7 +128,7 @@ async def test_jobs_start_only_after_the_late_boot_steps(instance: RunningAgent)
 
 
 async def test_takeover_from_monit_does_not_start_stopped_jobs(instance: RunningAgent) -> None:
-    """There is no saved state of this supervisor, but a marker file of the Go agent says that the jobs are stopped."""
+    """This supervisor has no saved state, but a marker file from the Go agent says that the jobs are stopped."""
     await instance.deploy()
     await instance.run("stop")
     await instance.kill_agent()

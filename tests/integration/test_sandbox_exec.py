@@ -127,7 +127,7 @@ async def test_sandboxed_program_does_not_inherit_its_spec(tmp_path: Path, numbe
     assert "memfd:spec" not in out.read_text()
 
 
-async def test_sandbox_names_a_program_that_cannot_run(tmp_path: Path) -> None:
+async def test_sandbox_error_names_a_program_that_cannot_run(tmp_path: Path) -> None:
     """The error is written to stderr, and the exit code differs from those of programs."""
     status, found = await run(tmp_path, order(argv=["/nothing"]))
 
@@ -152,7 +152,7 @@ async def test_sandboxed_program_waits_until_its_pid_is_recorded(tmp_path: Path)
 
 
 async def test_sandbox_setup_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a file server does not respond, mounting its volume in the new namespace can block."""
+    """The setup has a time limit, because mounting a volume blocks if its file server does not respond."""
     started = []
 
     async def held(_: Sequence[str], stdin: int) -> process.Process:
@@ -206,7 +206,7 @@ async def test_sandbox_error_names_the_step_that_failed(tmp_path: Path, members:
 
 
 @pytest.mark.root
-async def test_sandbox_names_a_user_that_it_cannot_switch_to(tmp_path: Path) -> None:
+async def test_sandbox_error_names_a_user_to_which_it_cannot_switch(tmp_path: Path) -> None:
     """The container may lack CAP_SETUID and CAP_SETGID."""
     descriptor = in_memory(order(uid=UNPRIVILEGED_UID, gid=UNPRIVILEGED_UID))
     without = ["/usr/bin/setpriv", "--bounding-set=-setuid,-setgid"]
@@ -270,7 +270,7 @@ def directory(path: Path, mode: int, owner: int = 0) -> Path:
 
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", 143)])
 async def test_sandbox_init_exits_like_its_program(tmp_path: Path, script: str, code: int) -> None:
-    """If no other init is available, the sandbox program itself acts as the init. It prints nothing."""
+    """If no other init is available, the sandbox program itself acts as the init, and prints nothing of its own."""
     script = f"(sleep 0.01 &); echo parent: $(cat /proc/$PPID/comm); {script}"
     status, found = await run(
         tmp_path, order(argv=["/bin/sh", "-c", script], env={"PATH": "/bin"}, has_init=True, inits=[])

@@ -136,7 +136,7 @@ async def test_script_error_has_the_last_line_of_each_failed_script(paths: Paths
     assert "not permitted" not in str(failed.value)
 
 
-async def test_error_of_a_traced_script_quotes_the_log_that_it_wrote(paths: Paths, runner: Scripts) -> None:
+async def test_error_for_a_traced_script_quotes_the_log_that_the_script_wrote(paths: Paths, runner: Scripts) -> None:
     """The pre-start of bosh-dns uses ``set -x`` and writes its errors to a separate log, so its stderr contains only
     the trace.
     """
@@ -167,7 +167,7 @@ async def test_post_start_error_quotes_the_scripts_output_and_not_process_logs(p
     assert str(failed.value).endswith(" Failed Jobs: nats-tls.")
 
 
-async def test_script_may_end_before_its_background_processes(paths: Paths, runner: Scripts) -> None:
+async def test_script_succeeds_although_its_background_processes_still_run(paths: Paths, runner: Scripts) -> None:
     """The agent neither waits for a child that still holds the output open nor kills it."""
     left = paths.tmp / "left"
     script(paths, "web", "pre-start", f"sleep 600 & echo $! >{left}")

@@ -228,7 +228,7 @@ def test_standalone_instance_values_come_from_instance_json(tmp_path: Path) -> N
     assert {name: getattr(spec, name) for name in about} == about
 
 
-def test_invalid_standalone_instance_file_is_named(tmp_path: Path) -> None:
+def test_error_names_an_invalid_standalone_instance_file(tmp_path: Path) -> None:
     (tmp_path / "instance.json").write_text('{"index": "one"}')
 
     with pytest.raises(ConfigError, match=r"cannot read .*instance.json: .*index"):

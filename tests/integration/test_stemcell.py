@@ -75,7 +75,7 @@ def test_licences_are_read_from_the_copyright_files() -> None:
     assert found == {"tini": ("Expat",), "bash": ("GPL-3+", "GPL-3+ with Bison exception"), "zip": ("BSD",)}
 
 
-def test_debian_dependencies_resolve_alternatives_and_virtual_packages() -> None:
+def test_stemcell_sbom_resolves_debian_alternatives_and_virtual_packages() -> None:
     lines = (
         "cron\t3.0\tamd64\tcron-daemon\tdpkg (>= 1.15), libc6 (>= 2.36), exim4 | mail-agent, cron\n"
         "libc6\t2.36\tamd64\t\t, \n"
@@ -94,7 +94,7 @@ def test_debian_dependencies_resolve_alternatives_and_virtual_packages() -> None
     }
 
 
-def test_python_dependencies_are_found_under_any_spelling() -> None:
+def test_stemcell_sbom_finds_python_dependencies_under_any_spelling() -> None:
     found = modules(["agent-shim 0.3 PyYAML prometheus_client tzdata", "prometheus-client 1", "pyyaml 6"])
 
     assert {part.name: part.needs for part in found} == {

@@ -428,7 +428,7 @@ def test_overlay_resolves_links_inside_the_image(debian: Path, tmp_path_factory:
     assert (debian / "elsewhere/agent_shim/launch").is_file()
 
 
-def test_systemd_unit_starts_the_program_of_the_overlay() -> None:
+def test_systemd_unit_starts_the_program_that_the_overlay_installs() -> None:
     unit = configparser.ConfigParser(interpolation=None, strict=False)
     unit.read(ROOT / "systemd/agent-shim.service")
     program = unit["Service"]["ExecStart"].split()[0]

@@ -561,7 +561,7 @@ async def test_stop_during_a_start_ends_the_start_program(world: JobTree) -> Non
         assert info(supervisor, "web").state == "stopped"
 
 
-async def test_stop_ends_before_the_director_gives_up(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_is_complete_before_the_director_gives_up(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """The monit file may allow the stop more time than the Director waits, so SIGKILL is sent earlier than the file
     says.
     """
@@ -575,7 +575,7 @@ async def test_stop_ends_before_the_director_gives_up(world: JobTree, monkeypatc
         assert not is_alive(found.pid)
 
 
-async def test_a12_stop_timeout_error_has_the_text_that_the_director_expects(
+async def test_a12_stop_timeout_error_has_the_text_that_the_director_tolerates(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error contains "Timed out waiting for service", because the Director tolerates errors with this text."""

@@ -167,7 +167,7 @@ async def test_unmonitored_process_stays_unmonitored_under_the_next_agent(world:
 
 
 async def test_settling_period_continues_under_the_next_agent(world: JobTree) -> None:
-    """If a process has just crashed, restarting the agent must not make it appear as running."""
+    """A process that has just crashed and been restarted must not appear as running because the agent was restarted."""
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
         kill((await in_state(supervisor, "web", "running")).pid)
@@ -182,7 +182,7 @@ async def test_settling_period_continues_under_the_next_agent(world: JobTree) ->
 async def test_new_container_ignores_saved_pids_when_it_starts_the_jobs(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If other processes have got these pids by chance, they are neither adopted nor signalled."""
+    """Other processes that have got the saved pids by chance are neither adopted nor signalled."""
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid

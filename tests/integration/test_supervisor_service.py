@@ -114,7 +114,7 @@ async def test_daemon_may_write_its_pid_long_after_its_parent_has_exited(world: 
 
 
 async def test_start_program_that_outlives_its_process_is_replaced_after_a_cycle(world: JobTree) -> None:
-    """Until then, the start program, which is still running, could start another process itself."""
+    """The service waits for a cycle, because the start program is still running and could start another process."""
     lingering = "echo start >>$log; sleep 600 & echo $! >$pidfile; exec sleep 700"
     async with world.supervising(world.job("web", lingering)) as supervisor:
         await killed(supervisor, "web")
@@ -440,7 +440,7 @@ async def test_file_check_restarts_while_its_file_is_missing(world: JobTree) -> 
         assert supervisor.job_state() == "stopped"
 
 
-async def test_host_check_is_running_without_a_process(world: JobTree) -> None:
+async def test_host_check_is_reported_as_running_without_a_process(world: JobTree) -> None:
     text = "check host there with address localhost\n if failed port 1 then alert\n group vcap\n"
     async with world.supervising(JobFile("there", "", text)) as supervisor:
         await in_state(supervisor, "there", "running")

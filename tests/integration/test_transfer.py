@@ -124,7 +124,9 @@ async def test_download_follows_redirects(server: BlobServer, transfer: Transfer
         (http.HALF, "Excuting GET request: HOST: the body ended too early"),
     ],
 )
-async def test_failed_get_names_host_and_reason(server: BlobServer, transfer: Transfer, how: str, text: str) -> None:
+async def test_error_for_a_failed_get_names_host_and_reason(
+    server: BlobServer, transfer: Transfer, how: str, text: str
+) -> None:
     """The error contains neither the password nor the query of the URL."""
     server.plan = [how]
     said = await failure(transfer, f"http://me:word@{server.host}/b?{SECRET}")
@@ -153,7 +155,7 @@ async def test_stalled_get_times_out(server: BlobServer, tmp_path: Path, how: st
         ("", "Excuting GET request: "),
     ],
 )
-async def test_unreachable_host_or_proxy_is_named(
+async def test_error_names_an_unreachable_host_or_proxy(
     transfer: Transfer, monkeypatch: pytest.MonkeyPatch, url: str, text: str
 ) -> None:
     """Invalid URLs are reported in the same way. A proxy is named without its password."""
@@ -304,7 +306,7 @@ async def test_download_of_an_endless_blob_fails_before_the_disk_is_full(
 async def test_invalid_request_url_is_rejected_without_retries(
     server: BlobServer, tmp_path: Path, url: str, headers: dict[str, str]
 ) -> None:
-    """In the past, the request was tried three times with pauses, which kept the agent from handling other requests."""
+    """In the past, such a request was tried three times with pauses, which delayed all other requests."""
     async with Transfer("", SURE, tmp_path) as transfer:
         with pytest.raises(LastingError, match="the URL or a header cannot be used$"):
             await transfer.download(url.format(url=server.url), headers, hashlib.sha256())
@@ -376,7 +378,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     ],
     ids=["reason", "headers", "header", "interim", "extension", "size", "trailers", "trailer", "error"],
 )
-async def test_response_is_not_kept_in_memory_beyond_its_body(transfer: Transfer, begin: bytes, endless: bytes) -> None:
+async def test_endless_response_is_not_kept_in_memory(transfer: Transfer, begin: bytes, endless: bytes) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await http.read_head(reader)
         writer.write(begin)

@@ -161,7 +161,7 @@ def test_second_trial_run_keeps_the_node(played: TrialRuns) -> None:
     assert [call[:2] for call in played.calls()] == [["kind", "get"], ["docker", "build"]]
 
 
-def test_failed_trial_step_is_named_with_its_command(played: TrialRuns) -> None:
+def test_trial_error_names_the_failed_step_and_its_command(played: TrialRuns) -> None:
     done = played.run(FAILS="create cluster")
 
     assert done.returncode == 1

@@ -330,7 +330,7 @@ async def test_worker_packs_and_uploads_logs(
 
 
 @pytest.mark.parametrize("what", ["archive", "file"])
-async def test_worker_names_a_full_disk_with_its_free_space(paths: Paths, tmp_path: Path, what: str) -> None:
+async def test_worker_error_names_a_full_disk_and_its_free_space(paths: Paths, tmp_path: Path, what: str) -> None:
     """Partial files are removed.
 
     A limit on the file size, which the worker inherits, simulates the full disk.
@@ -392,7 +392,7 @@ async def test_worker_terminated_while_unpacking_removes_its_files(
 async def test_worker_killed_at_any_moment_leaves_no_partial_bundle(
     paths: Paths, started: list[process.Process]
 ) -> None:
-    """Afterwards, every directory that has the name of an installed bundle must be complete."""
+    """After a kill, every directory that has the name of an installed bundle must be complete."""
     sources = [kept(paths, tgz({f"f{n}": os.urandom(3000) for n in range(150)}, compress=bytes)) for _ in range(3)]
     chance = random.Random(7)
     for _ in range(12):
