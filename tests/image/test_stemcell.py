@@ -94,7 +94,7 @@ def test_stemcell_tarball_is_not_larger_than_its_content(unpacked: Path) -> None
 def test_stemcell_for_another_operating_system_than_its_image_is_rejected(
     podman: Podman, image: str, tmp_path: Path
 ) -> None:
-    """Otherwise, the Director would install addons for the wrong operating system on its VMs."""
+    """If the stemcell named the wrong operating system, the Director would install the wrong addons on its VMs."""
     program = [sys.executable, str(ROOT / "stemcell_overlay/stemcell.py"), "--image", image, "--out", str(tmp_path)]
     environment = {**os.environ, "CONTAINERS_CONF": str(podman.config)}
     done = subprocess.run([*program, "--os", "ubuntu-xenial"], capture_output=True, text=True, env=environment)

@@ -269,7 +269,7 @@ async def test_vm_reaches_only_addresses_allowed_by_its_egress_policy(node: Firs
 
 
 @pytest.mark.parametrize("way", [BY_RECREATION, RESTRICTED], ids=str)
-async def test_cpi_doctor_agrees_with_the_cluster(node: FirstNode, tmp_path: Path, way: Way) -> None:
+async def test_cpi_doctor_reports_which_tiers_the_cluster_permits(node: FirstNode, tmp_path: Path, way: Way) -> None:
     async with cpi_site.site(node, way, tmp_path, vms={"tier": way.tier}) as site:
         command = [sys.executable, "-m", "kubernetes_cpi", "doctor", "--config", str(tmp_path / "cpi.json")]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, cwd=ROOT)

@@ -369,8 +369,8 @@ def test_reads_follow_only_links_that_root_placed(tmp_path: Path, planted: str) 
 
 @pytest.mark.attack("a job exposes other users' files through links or hard links in its log directory")
 def test_hard_link_to_a_file_of_root_is_not_read(tmp_path: Path) -> None:
-    """Without ``fs.protected_hardlinks`` on the host, a job can create a hard link to any file in its log directory.
-    The agent must not show its content, for example as the last line of a log.
+    """Without ``fs.protected_hardlinks`` on the host, a job can put a hard link to any file into its log directory. The
+    agent must not show the content of such a file, for example as the last line of a log.
     """
     (tmp_path / "job").mkdir()
     (tmp_path / "secret").write_text("secret")

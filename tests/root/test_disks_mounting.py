@@ -273,7 +273,7 @@ async def test_disk_links_point_only_to_mounted_directories(tmp_path: Path) -> N
 
 
 @by("mounts")
-async def test_mount_options_of_the_settings_are_set(instance: InstanceWithVolumes) -> None:
+async def test_mount_options_from_the_settings_are_set(instance: InstanceWithVolumes) -> None:
     instance.env = {"persistent_disk_mount_options": ["noexec", "noatime", "data=writeback"]}
     instance.attach("a")
 

@@ -445,7 +445,7 @@ def test_concurrent_ssh_requests_share_one_server(alone: Alone) -> None:
 
 
 def test_sshd_that_does_not_listen_is_ended(alone: Alone) -> None:
-    """If it kept running, the next request would mistake it for a working server."""
+    """If such a server kept running, the next request would mistake it for a working one."""
     server = alone.key.with_name("deaf")
     server.write_text("#!/bin/sh\nexec sleep 4711\n")
     server.chmod(0o755)

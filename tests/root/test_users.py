@@ -260,7 +260,9 @@ def test_keys_of_an_operator_are_not_written_through_a_link(box: Machine, inside
 
 @pytest.mark.attack("an SSH user replaces the directory or file for SSH keys with a link, a FIFO or another directory")
 @pytest.mark.parametrize("planted", ["mkfifo", "mkdir", "ln -s /etc/led-to"])
-def test_object_planted_at_the_authorized_keys_does_not_block(box: Machine, inside: Inside, planted: str) -> None:
+def test_object_planted_at_the_path_of_authorized_keys_does_not_block_the_agent(
+    box: Machine, inside: Inside, planted: str
+) -> None:
     """In the past, a FIFO at this path blocked each boot until a timeout."""
     box.run("rm -rf /home/vcap/.ssh")
     as_vcap = "setpriv --reuid=vcap --regid=vcap --clear-groups"
@@ -291,7 +293,9 @@ def test_user_that_stops_the_key_writer_delays_the_agent_only_briefly(box: Machi
 
 
 @pytest.mark.parametrize("keep_root", [True, False])
-def test_password_hash_is_in_the_shadow_file_and_in_no_argument(box: Machine, inside: Inside, keep_root: bool) -> None:
+def test_password_hash_is_in_the_shadow_file_but_in_no_process_argument(
+    box: Machine, inside: Inside, keep_root: bool
+) -> None:
     hashed = f"$6$salt$hash{keep_root}"
     inside(f"{USERS}await users.set_passwords({hashed!r}, keep_root={keep_root})")
     shadow = dict(line.split(":")[:2] for line in (box.root / "etc/shadow").read_text().splitlines())

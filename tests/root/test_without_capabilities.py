@@ -15,7 +15,8 @@ BOOT = "from agent_shim.daemon import boot\nawait boot.boot([boot.tree_step(Path
 
 
 def test_boot_keeps_owners_that_it_cannot_change(box: Machine, inside: Inside) -> None:
-    """The boot creates its directories with the usual modes, but all of them belong to root. It logs this only once.
+    """The boot creates its directories with the usual modes, but all of them belong to root. The agent logs this only
+    once.
 
     Bundles are unpacked too. If a file should belong to a group but the agent cannot set the group, only root can read
     the file.
@@ -47,6 +48,8 @@ return said
 
 
 def test_root_with_capabilities_changes_owners(box: Machine, inside: Inside) -> None:
-    """This shows that the owners in the other test differ only because of the missing capability."""
+    """In ``test_boot_keeps_owners_that_it_cannot_change``, the owners therefore differ only because a capability is
+    missing.
+    """
     assert inside(BOOT) is None
     assert box.run("stat -c '%a %U:%G' /var/vcap/data/sys/log") == "750 root:vcap\n"

@@ -50,6 +50,6 @@ def test_module_purpose_is_the_first_docstring_sentence() -> None:
     assert purpose(module) == r"Read `a\|b` and write it"
 
 
-def test_error_for_a_module_without_docstring_names_it() -> None:
+def test_error_for_a_module_without_docstring_names_the_module() -> None:
     with pytest.raises(ValueError, match=r"agent_shim\.host\.files has no docstring"):
         purpose(Module("host.files", "import os"))
