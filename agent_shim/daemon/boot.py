@@ -43,7 +43,7 @@ LEFT_TO_THE_CONTAINER: Final = (
 """Boot steps of the Go agent that are omitted, because the container runtime has already done them."""
 
 GO_AGENT_PASSWORD: Final = "random-password"  # noqa: S105 - this password is public
-"""The Go agent's fixed password in monit.user."""
+"""The password that the Go agent always writes to monit.user."""
 
 RUN: Final = Path("/run")
 """Run-time directory of system daemons. It is an emptyDir if the root file system is read-only."""
@@ -117,7 +117,7 @@ def directories(paths: Paths) -> list[tuple[Path, int, str | None]]:
 def make_tree(paths: Paths) -> None:
     """Create the directories and the link ``sys``.
 
-    The kubelet makes every emptyDir writable for everybody. The write permission is removed, because a job could
+    The kubelet makes every emptyDir writable by everybody. The write permission is removed, because a job could
     otherwise replace directories that contain programs which root runs. Every user gets permission to enter volumes,
     because some provisioners create them with mode 0750.
     """
@@ -166,8 +166,8 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
         return await agent.disks.problem() or None
 
     def as_root(run: Callable[..., Awaitable[str | None]], *arguments: Any, **options: Any) -> Run:
-        """Return a step function that calls ``run`` with these arguments if the agent is root in a container and uses
-        the real tree, and otherwise skips the step.
+        """Return a step function that calls ``run`` with these arguments if the agent is root in a container and its
+        base is /var/vcap, and otherwise skips the step.
         """
 
         async def checked() -> str | None:
@@ -215,8 +215,8 @@ async def _authorize_keys(agent: Agent, keys: list[str]) -> str | None:
 
 
 async def _put_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
-    """Boot step: mount a tmpfs on each directory for which ``env.bosh`` requests this: rendered jobs, blobs with
-    secrets, run files. Return the reason if nothing is mounted, or None.
+    """Boot step: mount a tmpfs on each directory for which ``env.bosh`` requests one (rendered jobs and blobs with
+    secrets, run files). Return the reason if nothing is mounted, or None.
     """
     wanted = {}
     if bosh.job_dir.tmpfs:

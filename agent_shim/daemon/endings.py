@@ -1,8 +1,8 @@
-"""The ways in which an agent ends its jobs.
+"""The three ways in which an agent stops its jobs before it exits or becomes idle.
 
 | ending | cause | the bus |
 |---|---|---|
-| orderly stop | the container ends | the agent answers the Director until the end |
+| orderly stop | the container is being stopped | the agent answers the Director until it exits |
 | shutdown | the Director deletes the instance | left once the jobs are stopped. A restarted agent stays idle |
 | takeover stop | another agent has taken a volume | left immediately |
 """
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 SHUT_DOWN: Final = "shut down by the Director"
 STOPPING_IN_ORDER: Final = "the container ends and all jobs are being stopped"
 TERMINATION_LOG: Final = Path("/dev/termination-log")
-"""The file whose content Kubernetes shows for an ended container (kubectl describe pod)."""
+"""The file whose content Kubernetes shows for a terminated container (kubectl describe pod)."""
 TAKEOVER_STOP_TIMEOUT_S: Final = 10.0
 """Stop timeout in seconds for jobs whose volume another agent has taken."""
 
 
 class Endings:
-    """Begins and executes the endings. ``phase`` is "" until an ending begins, then describes it. ``leaves_bus`` is set
-    when the agent must disconnect from the bus.
+    """Begins and carries out the three endings: orderly stop, shutdown and takeover stop. ``phase`` is "" until one of
+    them begins, and then describes it. ``leaves_bus`` is set when the agent must disconnect from the bus.
     """
 
     def __init__(self, agent: Agent, dispatcher: Dispatcher) -> None:
@@ -63,9 +63,10 @@ class Endings:
             await asyncio.to_thread(write_termination_log, f"agent-shim: {stop.summary}\n")
 
     def begin_shutdown(self) -> None:
-        """Stop the jobs and leave the bus.
+        """Begin to stop the jobs, after which the agent leaves the bus.
 
-        This happens in a separate task, because the Director deletes the container without waiting for the reply.
+        A separate task does this work, because nobody waits for it to finish. The Director deletes the container
+        without even waiting for a reply.
         """
         self.phase = SHUT_DOWN
         self._ending = asyncio.create_task(self._shut_down(), name="shutdown")
@@ -102,7 +103,9 @@ class Endings:
 
 
 def write_termination_log(text: str, path: Path = TERMINATION_LOG) -> None:
-    """Write the outcome for Kubernetes. Kubernetes mounts the file; if it is missing, it is not created."""
+    """Write the outcome to the termination log, which Kubernetes mounts into the container. If there is no such file,
+    it is not created.
+    """
     try:
         with path.open("r+") as opened:
             opened.write(text)

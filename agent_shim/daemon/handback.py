@@ -110,8 +110,9 @@ def _disks(paths: Paths, known: Mapping[str, hints.DiskSettings]) -> Iterator[st
 
 
 def _firewall(paths: Paths) -> Iterator[str]:
-    """Remove the agent's nftables table, and yield a line for the report if that fails. The Go agent uses a different
-    table, and this one would block the bus if the bus address changed.
+    """Remove the agent's nftables table, and yield a line for the report if that fails. The Go agent uses a table of
+    its own and would not update this one, which would still block the jobs' access to an address that the bus no longer
+    uses.
     """
     if paths.is_system and nftables.is_installed():
         try:

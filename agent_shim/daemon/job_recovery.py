@@ -1,9 +1,9 @@
 """Starts the jobs again after the container has restarted, without a request from the Director.
 
-The jobs start once their disk is on the store. On a new root file system, their pre-start scripts run first, because
-the files that these scripts created outside ``/var/vcap`` are lost. While something prevents the start, recovery
-retries with growing pauses, and the instance is reported as failing. The Director takes precedence: a request that
-changes the jobs cancels the current attempt, and after a successful ``start`` there are no more attempts.
+The jobs start once their persistent disk is mounted. On a new root file system, their pre-start scripts run first,
+because the files that these scripts created outside ``/var/vcap`` are lost. While something prevents the start,
+recovery retries with growing pauses, and the instance is reported as failing. The Director takes precedence: a request
+that changes the jobs cancels the current attempt, and after a successful ``start`` there are no more attempts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 
 TASK: Final = "recover the jobs"
 GO_FIRST: Final = frozenset({"apply", "drain", "migrate_disk", "run_script", "stop", "unmount_disk"})
-"""Actions that take precedence. If the Director requests one of them, the current attempt ends."""
+"""Actions that take precedence over job recovery. If the Director requests one of them, the current attempt to start
+the jobs is abandoned.
+"""
 
 
 class RecoveryPace(msgspec.Struct, frozen=True):

@@ -1,6 +1,7 @@
 """The daemon process: its sockets, its signals, and everything that happens before the settings have been read.
 
-From then on, ``runtime`` does the work, and this module forwards requests from operators and monitoring systems.
+Once the settings are known, ``runtime`` does the work, and this module forwards requests from operators and monitoring
+systems.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def main(options: RunOptions) -> int:
 
 
 def _show_as_vcap(paths: Paths) -> str:
-    """Make the tree visible to jobs at ``/var/vcap``. Return the reason if that is impossible, or ""."""
+    """Make the base directory visible to jobs at ``/var/vcap``. Return the reason if that is impossible, or ""."""
     from agent_shim.host import tree_namespace  # imported late, because it is rarely needed
 
     try:
@@ -123,7 +124,7 @@ class Daemon:
     async def serve(self) -> int:
         """Boot, answer requests, and exit on SIGTERM or SIGINT while the jobs keep running.
 
-        As PID 1 of a container, the daemon first stops the jobs in order, because these signals end the container.
+        As PID 1 of a container, the daemon first stops the jobs in order, because the container stops when PID 1 exits.
         """
         process.default_signals()
         process.disable_core_dumps()

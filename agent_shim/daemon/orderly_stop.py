@@ -30,8 +30,8 @@ KILL_RESERVE_S: Final = 3.0
 MIN_STOP_S: Final = 1.0
 """Minimum time for stopping the processes."""
 HURRIED_SCRIPT_END_S: Final = 0.2
-"""How long scripts may take to end once ``hurry`` is set. A kubelet that evicts a pod kills it two seconds after the
-signal.
+"""How long scripts may take to exit after SIGTERM once ``hurry`` is set. A kubelet that evicts a pod kills it two
+seconds after the signal.
 """
 NEXT_STATES: Final = dict.fromkeys(
     ("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep"

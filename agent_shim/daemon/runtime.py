@@ -1,8 +1,9 @@
 """The agent once its settings are known: the wiring of services and edges, named root tasks, and shutdown.
 
-Root tasks handle failures of their environment and never return, so if one ends, that is a bug. It is restarted without
-affecting the others. If the bus, the task lane or the heartbeat keeps failing, or the supervisor loses a service, the
-daemon exits with a traceback, and the container's init restarts the agent. Jobs keep running in all these cases.
+Root tasks handle failures of their environment and never return, so a root task ends only because of a bug. It is then
+restarted without affecting the other tasks. If the bus, the task lane or the heartbeat keeps failing, or the supervisor
+loses a service, the daemon exits with a traceback, and the container's init restarts the agent. Jobs keep running in
+all these cases.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Runtime:
         metrics: Metrics,
         stop: asyncio.Event,
     ) -> None:
-        """Wire the agent. Setting ``stop`` ends the agent and leaves the jobs running."""
+        """Wire the agent. When ``stop`` is set, the agent exits and leaves the jobs running."""
         self.is_booted = False
         """True as soon as requests are answered."""
         self.vitals: dict[str, Any] = {}
@@ -142,7 +143,7 @@ class Runtime:
     def _make_bus(self, paths: Paths, store: SettingsStore) -> Bus:
         """Create the bus that the scheme of the first address requires: HTTPS (bosh CLI) or NATS (Director).
 
-        As in the Go agent (mbus/handler_provider.go).
+        The Go agent chooses in the same way (mbus/handler_provider.go).
         """
         is_off = os.environ.get(BUS) == "off"
         if is_off or self._shim.spec:

@@ -48,7 +48,9 @@ POLL_S: Final = 0.2
 
 
 class InstanceNames(msgspec.Struct, frozen=True):
-    """``instance.json``: the Director's names for this instance. ``persistent_disk`` in MiB, for drain scripts."""
+    """The content of ``instance.json``: the names that a Director would give this instance. ``persistent_disk`` is a
+    size in MiB, which is passed to drain scripts.
+    """
 
     deployment: str = "standalone"
     name: str = ""
@@ -192,7 +194,7 @@ class NoBus:
 
 
 class Standalone:
-    """Deploys the directory. ``run`` is the root task."""
+    """Deploys the jobs and packages in a spec directory. ``run`` is the root task."""
 
     def __init__(self, agent: Agent, directory: Path) -> None:
         self.obstacle = "the jobs are being deployed"

@@ -188,7 +188,7 @@ def readings(live: Runtime) -> metrics.Readings:
 
 
 def _instance(spec: ApplySpec) -> dict[str, str]:
-    """Return the labels of the instance. Empty before the first ``apply``."""
+    """Return the values of the instance's labels. The mapping is empty before the first ``apply``."""
     if not spec.name:
         return {}
     index = "" if spec.index is None else str(spec.index)
