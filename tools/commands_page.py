@@ -26,7 +26,7 @@ def _section(name: str, parser: argparse.ArgumentParser) -> str:
 
 def _row(action: argparse.Action) -> str:
     names = ", ".join(_spellings(action))
-    return f"- {names} {' '.join((action.help or '').split())}{_default(action)}"
+    return f"- {names}: {' '.join((action.help or '').split())}{_default(action)}"
 
 
 def _spellings(action: argparse.Action) -> Iterator[str]:
