@@ -21,8 +21,8 @@ POLL_S: Final = 30.0
 """Poll interval. A poll takes a few microseconds for each address."""
 
 MAX_TOLD: Final = 10
-"""Maximum number of addresses reported per check, because thousands of alerts would block the loop. ``missing`` still
-contains all of them.
+"""Maximum number of newly missing addresses reported per check, because thousands of alerts would block the event loop.
+``missing`` still contains every missing address.
 """
 
 

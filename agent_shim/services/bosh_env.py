@@ -107,8 +107,9 @@ async def settings_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
 def _move_to_memory(paths: Paths) -> None:
     """Move the files, leaving a link at each former path.
 
-    A stopped container loses the tmpfs. If the agent of a restarted container writes files before they are moved here,
-    they are on the disk, so they are moved too.
+    When the container stops, the tmpfs is lost, but the links remain. If the agent of the restarted container writes
+    through them before a new tmpfs is mounted, the files end up on the disk. Those files are moved to the new tmpfs
+    too.
     """
     tmpfs = paths.settings_tmpfs
     files.make_dir(tmpfs, 0o700)

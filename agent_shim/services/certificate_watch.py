@@ -1,4 +1,4 @@
-"""Warns of certificates that are about to expire, with a metric, a line in ``status`` and a warning in the log.
+"""Warns about certificates that will expire soon, with a metric, a line in ``status`` and a warning in the log.
 
 Validity has to be compared with the wall clock. The agent avoids that clock everywhere else, because it may be wrong.
 """

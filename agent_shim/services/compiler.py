@@ -84,9 +84,10 @@ class Compiler:
     async def compile(
         self, package: Package, target: Path, store: Blobstore, report: Callable[[str], None]
     ) -> protocol.Done:
-        """Compile into ``target``, an empty linked bundle, and upload it. Return the blob id and the digests.
+        """Compile the package into ``target``, an empty linked bundle, and upload the result. Return the blob id and
+        the digests.
 
-        The package's dependencies must be linked too. ``report`` is called with each step. Raises ``ActionError``.
+        The package's dependencies must already be linked. ``report`` is called with each step. Raises ``ActionError``.
         """
         report("fetching the source")
         source = await self._fetch(package, store)
@@ -111,8 +112,8 @@ class Compiler:
             await asyncio.to_thread(files.remove_tree, archive)
 
     async def clean(self) -> None:
-        """End the remaining processes of compilations and remove their files. This includes compilations of an earlier
-        agent.
+        """Kill the remaining processes of compilations and remove the files of compilations. This includes compilations
+        of an earlier agent.
         """
         if left := await self._keepers.end([LABEL], (), 0.0):
             logger.warning("processes of a compilation cannot be ended: %s", ", ".join(map(str, left)))
@@ -130,8 +131,8 @@ class Compiler:
             return done.outcomes[0]
 
     async def _run(self, package: Package, newest: int) -> None:
-        """Run the script ``packaging``. The logs contain only the script's own output. When the script ends, the rest
-        of its process group is ended too.
+        """Run the script ``packaging``. The logs contain only the script's own output. When the script exits, the rest
+        of its process group is terminated.
         """
         log = self._paths.log / "compilation"
         stdout, stderr = log / "packaging.stdout.log", log / "packaging.stderr.log"

@@ -78,7 +78,7 @@ class Dns:
         return blob is not None
 
     async def forget_neighbours(self, addresses: list[str]) -> None:
-        """Delete the ARP entries of these addresses, as far as the container is allowed to. The entries are deleted one
+        """Delete the ARP entries of these addresses, as far as the container is allowed to. Concurrent calls run one
         after the other.
         """
         async with self._forgetting:

@@ -17,8 +17,8 @@ RESOLV_CONF: Final = Path("/etc/resolv.conf")
 SYSTEMD: Final = Path("/run/systemd/system")
 RESOLVED_DROP_IN: Final = Path("/etc/systemd/resolved.conf.d/10-bosh.conf")
 FIRST: Final = "# set by resolvectl"
-"""Comment that ends each line which the agent's replacement for resolvectl adds at the top of resolv.conf for
-bosh-dns.
+"""Comment at the end of lines that put bosh-dns first in resolv.conf. The agent's replacement for resolvectl adds these
+lines.
 """
 
 

@@ -232,7 +232,7 @@ class Scripts:
         return log
 
     async def _end(self, script: Process, cancelled: asyncio.Event) -> int | None:
-        """Wait until the script ends, and return its exit code. If ``cancelled`` is set or this task is cancelled,
+        """Wait until the script exits, and return its exit code. If ``cancelled`` is set or this task is cancelled,
         terminate the script's process group.
         """
         ended = asyncio.ensure_future(script.wait())
@@ -246,7 +246,7 @@ class Scripts:
 
 
 async def _side_by_side(name: str, jobs: Sequence[str], run: Callable[[str], Awaitable[bool]]) -> None:
-    """Run the scripts of all jobs in parallel. The error lists the jobs in the order in which their scripts ended
+    """Run the scripts of all jobs in parallel. The error lists the jobs in the order in which their scripts finished
     (agent/script/parallel_script.go).
     """
     passed: list[str] = []
@@ -290,8 +290,9 @@ def _cause(log: Path, name: str, before: Mapping[str, int]) -> str:
     """Return the last line that a failed script wrote, shortened, or "" if there is none.
 
     If stderr contains only commands that ``set -x`` has traced, which do not explain a failure, stdout and the job's
-    other logs are searched. For example, the pre-start script of bosh-dns writes the cause to a separate log. Only for
-    a pre-start script are the other logs searched before stdout, because later, the job's processes may write to them.
+    other logs are searched. For example, the pre-start script of bosh-dns writes the cause to a separate log. After a
+    pre-start script has failed, the other logs are searched before stdout. After any other script, they are searched
+    last, because the job's processes may write to them too.
     """
     err, out = f"{name}.stderr.log", f"{name}.stdout.log"
     lines = _lines(log / err, before.get(err, 0))

@@ -2,7 +2,7 @@
 
 The rules are those of a stemcell (bosh-linux-stemcell-builder stages/base_ssh): members of ``bosh_sshers`` can log in,
 but only with a key, and root cannot log in. The server is recognised by its command line, not its pid, so that a
-restarted agent can end its predecessor's server.
+restarted agent can stop its predecessor's server.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class Sshd:
             raise HostError(f"it does not listen on port {self._port} after {LISTEN_TIMEOUT_S:.0f} seconds") from None
 
     async def _have_host_key(self) -> Path:
-        """Return the path of the public key, generating the pair if needed. sshd would not start without the private
-        key.
+        """Return the path of the public key. If a key of the pair is missing, generate it. Both have to exist, because
+        sshd does not start without the private key.
         """
         public = self._key.with_suffix(".pub")
         if not await asyncio.to_thread(lambda: self._key.exists() and public.exists()):

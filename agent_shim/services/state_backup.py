@@ -53,7 +53,7 @@ agent writes.
 STAMP: Final = "agent_shim.json"
 SET_ASIDE: Final = "set_aside"
 POLL_S: Final = 10.0
-"""Interval of checks for changes that are not made by actions. For example, a CPI may write files into a running
+"""Interval between checks for changes that were not made by actions. For example, a CPI may write files into a running
 container.
 """
 

@@ -32,11 +32,11 @@ NO_PASSWORD: Final = "*"  # noqa: S105 - locks the password
 _USER: Final = r"[a-z][a-z0-9_]{0,31}"
 
 KEYS_TIMEOUT_S: Final = 10.0
-"""Timeout for the process that writes keys as a user. Other processes of that user may stop the process with a
-signal.
+"""Timeout for the process that writes keys as a user. Other processes of that user may suspend it with a signal, so it
+might never finish.
 """
 EXIT_TIMEOUT_S: Final = 5.0
-"""How long the processes of a removed user may take to end after SIGKILL."""
+"""How long the processes of a removed user may take to exit after SIGKILL."""
 _POLL_S: Final = 0.05
 _KILL_ALL: Final = """
 import os, sys
@@ -152,8 +152,8 @@ class Users:
         return any(row[0] in users and not row[1].startswith(("*", "!")) for row in rows if len(row) > 1)
 
     def made(self) -> list[str]:
-        """Return the users that the agent created. They have the agent's prefix, or a home in the directory for its
-        users.
+        """Return the users that the agent created. Their names begin with ``bosh_``, or their home is in the agent's
+        directory for users.
         """
         homes = str(self._paths.ssh_home)
         return [row[0] for row in self._accounts() if row[0].startswith(PREFIX) or row[5:6] == [f"{homes}/{row[0]}"]]
@@ -165,7 +165,7 @@ class Users:
 async def remove(user: str) -> None:
     """Remove a user with its home directory and processes.
 
-    The account is removed first, so that nobody can log in. Then the processes are ended, so that they cannot change
+    The account is removed first, so that nobody can log in. Then the processes are killed, so that they cannot change
     the home directory while it is being removed.
     """
     try:
@@ -180,7 +180,7 @@ async def remove(user: str) -> None:
 
 
 async def _end_processes(account: pwd.struct_passwd) -> None:
-    """End the processes of a removed account, because another account with the same uid may be created later."""
+    """Kill the processes of a removed account, because another account with the same uid may be created later."""
     if account.pw_uid == 0 or any(entry.pw_uid == account.pw_uid for entry in pwd.getpwall()):
         return  # an administrator may have given the same uid to another account
     if not proc.has_our_root(1):

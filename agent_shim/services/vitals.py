@@ -162,7 +162,7 @@ def shares(before: CpuTimes, after: CpuTimes) -> dict[str, str]:
 
 
 def memory_vitals(memory: Memory) -> dict[str, Any]:
-    """Return the memory in use in KiB and percent."""
+    """Return the used memory and the used swap, both in KiB and in percent."""
 
     def part(used: int, total: int) -> dict[str, str]:
         return {"kb": str(used // 1024), "percent": f"{_percent(used, total):.0f}"}

@@ -2,7 +2,7 @@
 
 This can happen if a pod is recreated while its predecessor is still shutting down, or if an unreachable node still runs
 a pod that was replaced long ago. An agent therefore locks the volume ``data`` and every disk that it mounts. The kernel
-releases the lock when the agent ends, but a lock only works between agents on the same machine, so the locked file is
+releases the lock when the agent exits. Because a lock only works between agents on the same machine, the locked file is
 also a lease that is renewed every few seconds. Clocks are not compared: a lease expires when the observer has not seen
 it change for a while. On a file system to which only this kernel writes, the lease is not renewed, because the lock
 suffices for agents on this machine, and other machines would not see the renewal (decision 25).
@@ -11,7 +11,7 @@ suffices for agents on this machine, and other machines would not see the renewa
 |---|---|---|
 | held | any | wait |
 | free | none, or released | take it |
-| free | of an agent that shares locks with this one, seen for the first time | take it, because that agent has ended |
+| free | of an agent that shares locks with this one, seen for the first time | take it, because that agent has exited |
 | free | of an agent that shares locks with this one and was seen alive | take it if it stays free (a restart) |
 | free | of another machine | take it if it does not change for ``patience`` |
 

@@ -79,9 +79,9 @@ class MountPoint(msgspec.Struct, frozen=True):
     """The store or the migration target.
 
     ``shown`` contains the known disks whose volume is visible here, and for each of them True if the mount options are
-    correct. ``marker`` is read only if what is mounted here is not a known disk. ``is_link`` means that the path is a
-    link to something that exists. ``is_mount`` means that something is mounted here, or at the target of the link.
-    ``source`` describes that mount for an error.
+    correct. If something other than a known disk is mounted here, ``marker`` is the marker found on it, or None.
+    ``is_link`` means that the path is a link to something that exists. ``is_mount`` means that something is mounted
+    here, or at the target of the link. ``source`` describes that mount for an error.
     """
 
     path: Path

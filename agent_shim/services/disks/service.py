@@ -244,7 +244,9 @@ class Disks:
             self._running = ""
 
     async def _wait_until_unused(self, place: Path, volume: Path | None) -> None:
-        """Wait until no process uses a disk. Job processes that use it are terminated; for others, it only waits."""
+        """Wait until no process uses a disk. Job processes that use the disk are terminated. Other processes are not,
+        so the method only waits for them.
+        """
         used = [path for path in {place, volume} if path is not None]
         deadline = time.monotonic() + self.timeouts.use
         while holders := await asyncio.to_thread(volumes.holders, used):

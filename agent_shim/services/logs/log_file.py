@@ -72,7 +72,7 @@ class LogFile:
 
     def lines(self, allowed: int | None = None) -> Iterator[bytes]:
         """Yield complete lines written since the last read. Long lines are split. If more than ``allowed`` bytes were
-        written, the first of them are skipped, and a line reports that.
+        written, the oldest bytes are skipped, and an extra line says how many.
         """
         yield from self._split(self.chunks(allowed))
 
@@ -88,7 +88,8 @@ class LogFile:
 
     def chunks(self, allowed: int | None = None) -> Iterator[bytes]:
         """Yield the bytes written since the last read, without holes. An empty chunk marks the end of a file that was
-        renamed, removed or truncated. For ``allowed`` see :meth:`lines`.
+        renamed, removed or truncated. If more than ``allowed`` bytes were written, the oldest bytes are skipped, and an
+        extra line says how many.
         """
         if self.is_open:
             yield from self._written(allowed)
@@ -114,7 +115,9 @@ class LogFile:
             yield chunk
 
     def _is_another(self) -> bool:
-        """Return True if the name now belongs to another file, or to none."""
+        """Return True if there is now another file at ``path``, or none, because the open file was renamed or
+        removed.
+        """
         try:
             found = guarded.status(self.path, self._root)
         except OSError:

@@ -146,7 +146,9 @@ class Rotation:
         return findings
 
     def _size(self) -> int:
-        """Return the size limit in the deployed spec if it is valid, otherwise the one in agent.json."""
+        """Return the size limit in bytes: the one in the deployed spec if it is valid, otherwise the one in
+        agent.json.
+        """
         told = self._spec_size()
         try:
             return size(told) if told else self._limits.size
@@ -219,7 +221,7 @@ def look_at(root: Path, job: str, limit: int) -> tuple[list[Found], list[Found]]
 
 
 def surplus(found: Findings, total: int) -> list[str]:
-    """Return the archives to remove, so that the total size sinks to ``total`` bytes.
+    """Return the archives to remove, so that the remaining ones have at most ``total`` bytes.
 
     The next archive to remove is always the oldest of the job whose remaining archives take the most space, so a job
     with huge logs does not cause the removal of other jobs' archives.

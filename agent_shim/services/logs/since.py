@@ -69,7 +69,7 @@ def _utc(at: datetime) -> datetime:
 
 
 class Since:
-    """Decides which lines of several files are wanted."""
+    """Decides which lines of several files were written at or after ``moment`` (seconds since 1970)."""
 
     def __init__(self, moment: float) -> None:
         self._moment = moment
