@@ -116,7 +116,7 @@ def finish(pieces: Sequence[Piece]) -> None:
                 files.remove_tree(path)
             piece.temp.rename(path)
         except OSError as exc:
-            if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # these two mean that another worker was faster
+            if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # these mean that another worker was faster
                 piece.outcome = Outcome(f"{INSTALLING[piece.target.kind]}{files.failed(f'make {path}', exc)}")
     for parent in parents.values():
         files.sync_filesystem(parent)

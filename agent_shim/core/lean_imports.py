@@ -19,7 +19,7 @@ class _StandIn(ModuleType):
     is_importing = True
 
     def __getattr__(self, member: str) -> Any:
-        if member.startswith("__"):  # the import system looks up such attributes
+        if member.startswith("__"):  # the import system looks up such attributes, which must seem missing
             raise AttributeError(member)
         return type(member, (), {}) if self.is_importing else getattr(importlib.import_module(self.__name__), member)  # noqa: TID251 - imports only libraries
 

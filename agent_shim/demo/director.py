@@ -229,7 +229,7 @@ class Director:
         with contextlib.suppress(ValueError):
             document = json.loads(data)
             # Drop a reply that is not an object. As with the real Director, the request then times out, because even
-            # such a reply removes it from the waiting requests.
+            # such a reply removes the request from the list.
             if reply is not None and not reply.done() and isinstance(document, dict) and document:
                 reply.set_result(document)
 

@@ -1,4 +1,4 @@
-"""Commands that print characters which the locale's encoding does not have."""
+"""Commands that print characters that the locale's encoding lacks."""
 
 from __future__ import annotations
 

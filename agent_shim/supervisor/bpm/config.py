@@ -157,7 +157,7 @@ def _limits(entry: _Map) -> Limits:
     return Limits(
         memory=_bytes(entry, "memory"),
         open_files=entry.number("open_files", 0, _UNSIGNED),
-        processes=None if processes is None or processes < 1 else processes,  # as for runc, not a limit
+        processes=None if processes is None or processes < 1 else processes,  # as in runc, this means no limit
         core_file_size=entry.number("core_file_size", 0, _UNSIGNED),
     )
 
