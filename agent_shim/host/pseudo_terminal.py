@@ -12,14 +12,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import select
 import signal
 import stat
+import subprocess
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Final, TypeAlias
 
 from agent_shim.host.descriptors import closing
@@ -28,12 +30,11 @@ Argv: TypeAlias = Callable[[int | None], tuple[list[str], int]]
 
 CHUNK_BYTES: Final = 64 * 1024
 POLL_MS: Final = 200
-"""How often to check whether the program has ended. Its terminal does not show this, because the program's children may
-keep it open.
+"""How often to check whether the program has ended or must be hung up. The terminal does not show the end, because the
+program's children may keep it open.
 """
 HANG_UP_TIMEOUT_S: Final = 5.0
 """How long the program may run after a hang-up before it gets SIGKILL."""
-_HANDLED: Final = frozenset({signal.SIGWINCH, signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
 
 # include/uapi/asm-generic/ioctls.h
 _LOCK_SLAVE: Final = 0x40045431
@@ -50,74 +51,30 @@ def run(argv: Argv, pid: int) -> int:
     terminals = [number for number in (0, 1, 2) if os.isatty(number)]
     if not terminals:
         command, inherited = argv(None)
-        return _Child(command, {}, inherited, new_session=True).wait()
+        return _code(subprocess.Popen(command, pass_fds=[inherited], start_new_session=True).wait())
     master, slave = open_pair(f"/proc/{pid}/root")
-    with closing(slave):
-        if 0 not in terminals:  # the operator's terminal already translates line feeds
-            modes = termios.tcgetattr(slave)
-            modes[1] &= ~termios.OPOST
-            termios.tcsetattr(slave, termios.TCSANOW, modes)
-        command, inherited = argv(terminals[0])
-        _copy_size(terminals[0], master)
-        # Block signals until their handlers are set. An earlier signal would end this process and leave the terminal in
-        # raw mode and the program running.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
-        # The program itself creates the session and makes the pseudo-terminal its controlling terminal.
-        running = _Child(command, dict.fromkeys(terminals, slave), inherited, new_session=False)
-    with _raw(0 if 0 in terminals else None), _signals(terminals[0], master, running):
-        _relay(master, running, keys=0 in terminals, out=1 if 1 in terminals else terminals[-1])
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    hang_ups: list[float] = []
+    with _signals(terminals[0], master, hang_ups), _raw(0 if 0 in terminals else None):
+        with closing(slave):
+            if 0 not in terminals:  # the operator's terminal already translates line feeds
+                modes = termios.tcgetattr(slave)
+                modes[1] &= ~termios.OPOST
+                termios.tcsetattr(slave, termios.TCSANOW, modes)
+            command, inherited = argv(terminals[0])
+            _copy_size(terminals[0], master)
+            # The program itself creates the session and makes the pseudo-terminal its controlling terminal.
+            stdin, stdout, stderr = (slave if number in terminals else None for number in (0, 1, 2))
+            program = subprocess.Popen(command, pass_fds=[inherited], stdin=stdin, stdout=stdout, stderr=stderr)
+        _relay(master, program, hang_ups, keys=0 in terminals, out=1 if 1 in terminals else terminals[-1])
     os.close(master)  # hangs up
-    given_up_at = (running.hung_up_at or time.monotonic()) + HANG_UP_TIMEOUT_S
-    while not running.has_ended():
-        if time.monotonic() > given_up_at:
-            running.send(signal.SIGKILL)
-            break
-        select.poll().poll(POLL_MS / 10)  # without descriptors, this only waits
-    return running.wait()
+    try:
+        return _code(program.wait(_time_left([*hang_ups, time.monotonic()])))
+    except subprocess.TimeoutExpired:
+        program.kill()
+        return _code(program.wait())
 
 
-class _Child:
-    """A child process. ``streams`` maps its standard streams to descriptors. The other streams are inherited."""
-
-    def __init__(self, argv: list[str], streams: Mapping[int, int], inherited: int, *, new_session: bool) -> None:
-        self._status: int | None = None
-        self.hung_up_at: float | None = None
-        self._pid = os.fork()
-        if self._pid == 0:
-            try:
-                if new_session:
-                    os.setsid()
-                for number, descriptor in streams.items():
-                    os.dup2(descriptor, number)
-                os.set_inheritable(inherited, True)
-                for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by the interpreter
-                    signal.signal(number, signal.SIG_DFL)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
-                os.execv(argv[0], argv)
-            except OSError as exc:
-                os.write(2, f"Error: cannot run {argv[0]}: {exc.strerror}\n".encode())
-            finally:
-                os._exit(127)
-
-    def has_ended(self) -> bool:
-        if self._status is None:
-            pid, status = os.waitpid(self._pid, os.WNOHANG)
-            self._status = status if pid else None
-        return self._status is not None
-
-    def wait(self) -> int:
-        """Wait for the end of the child. Return its exit code, or 128+N if signal N killed it."""
-        if self._status is None:
-            self._status = os.waitpid(self._pid, 0)[1]
-        return _code(self._status)
-
-    def send(self, number: int) -> None:
-        if not self.has_ended():
-            os.kill(self._pid, number)
-
-
-INTERRUPTED = 128 + signal.SIGINT
+INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 def in_terminal(argv: list[str]) -> int:
@@ -126,7 +83,7 @@ def in_terminal(argv: list[str]) -> int:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = os.posix_spawnp(argv[0], argv, os.environ, setsigdef=[signal.SIGINT])
-    return _code(os.waitpid(child, 0)[1])
+    return _code(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def open_pair(root: str) -> tuple[int, int]:
@@ -144,28 +101,37 @@ def open_pair(root: str) -> tuple[int, int]:
         raise
 
 
-def _code(status: int) -> int:
-    code = os.waitstatus_to_exitcode(status)
+def _code(code: int) -> int:
+    """Return an exit code as shells report it."""
     return code if code >= 0 else 128 - code
 
 
-def _relay(master: int, running: _Child, *, keys: bool, out: int) -> None:
-    """Copy keys and output until the program has ended or the operator's terminal is gone. After a hang-up, stop after
-    ``HANG_UP_TIMEOUT_S``.
+def _time_left(hang_ups: list[float]) -> float:
+    """Return how many seconds the program may still run, given the times at which it was hung up."""
+    return max(0.0, hang_ups[0] + HANG_UP_TIMEOUT_S - time.monotonic()) if hang_ups else math.inf
+
+
+def _relay(master: int, program: subprocess.Popen[bytes], hang_ups: list[float], *, keys: bool, out: int) -> None:
+    """Copy keys and output until the program has ended or the operator's terminal is gone. After a hang-up, which a
+    signal handler adds to ``hang_ups``, tell the program and stop after ``HANG_UP_TIMEOUT_S``.
 
     While the program does not read its input, no more keys are read, but its output is still copied.
     """
     os.set_blocking(master, False)
-    poll, typed = select.poll(), b""
+    poll, typed, told = select.poll(), b"", 0
     while True:
         poll.register(master, select.POLLIN | (select.POLLOUT if typed else 0))
         if keys:
             poll.register(0, 0 if typed else select.POLLIN)  # poll always reports a hang-up
-        has_ended = running.has_ended()
+        if len(hang_ups) > told:
+            told = len(hang_ups)
+            program.send_signal(signal.SIGHUP)
+            program.send_signal(signal.SIGCONT)  # a stopped program could not react
+        has_ended = program.poll() is not None
         ready = dict(poll.poll(0 if has_ended else POLL_MS))
         if has_ended and not ready.get(master, 0) & ~select.POLLOUT:
             return
-        if running.hung_up_at is not None and time.monotonic() > running.hung_up_at + HANG_UP_TIMEOUT_S:
+        if not _time_left(hang_ups):
             return
         for descriptor in [each for each, events in ready.items() if events & ~select.POLLOUT]:
             try:
@@ -208,9 +174,9 @@ def _raw(terminal: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals(terminal: int, master: int, running: _Child) -> Iterator[None]:
-    """Within the block, forward changes of the window size, and hang up the program if a signal would otherwise end
-    this process. The signals are unblocked only within the block, which is left normally.
+def _signals(terminal: int, master: int, hang_ups: list[float]) -> Iterator[None]:
+    """Within the block, forward changes of the window size. If a signal would otherwise end this process, add the time
+    to ``hang_ups``.
     """
 
     def resize(*_: object) -> None:
@@ -218,17 +184,13 @@ def _signals(terminal: int, master: int, running: _Child) -> Iterator[None]:
             _copy_size(terminal, master)
 
     def end(*_: object) -> None:
-        running.hung_up_at = running.hung_up_at or time.monotonic()
-        running.send(signal.SIGHUP)
-        running.send(signal.SIGCONT)
+        hang_ups.append(time.monotonic())
 
     handlers = {signal.SIGWINCH: resize, signal.SIGTERM: end, signal.SIGHUP: end, signal.SIGINT: end}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         for number, handler in before.items():
             signal.signal(number, handler)
 
