@@ -576,8 +576,8 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _status_page(args: argparse.Namespace) -> tuple[str, int]:
-    """Return the page of all processes or of the named ones. The exit code is ``NO`` if a named process does not
-    run.
+    """Return the status page of all processes or of the named ones, and the exit code, which is ``NO`` if a named
+    process is not running.
     """
     from agent_shim.cli import ansi, status_text
 

@@ -45,7 +45,9 @@ class DeployedJob(msgspec.Struct):
 
 
 class GroupNetwork(msgspec.Struct):
-    """A network of an instance group. ``default`` lists the purposes for which it is the default."""
+    """A network of an instance group. ``default`` lists the purposes for which this network is the default, such as
+    ``gateway``.
+    """
 
     name: str
     static_ips: list[str] | str | None = None

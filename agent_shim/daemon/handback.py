@@ -1,9 +1,9 @@
 """Prepares the container for the Go agent and monit, while every process keeps running.
 
 The files below ``bosh`` already have the Go agent's names and formats. ``hand_back`` removes files that would become
-wrong or misleading. These are the markers on disks and the state backup, which the Go agent does not update, and the
-monit files of stopped jobs, because monit's own state is older and would make it start these jobs. Afterwards,
-logrotate rotates the job logs again.
+wrong or misleading. The markers on disks and the state backup are removed because the Go agent would not update them.
+The monit files of stopped jobs are removed because monit would start these jobs, according to its own, older state.
+Afterwards, logrotate rotates the job logs again.
 """
 
 from __future__ import annotations

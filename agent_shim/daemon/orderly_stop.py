@@ -1,9 +1,10 @@
-"""The orderly stop of all jobs when a container ends, triggered by a preStop hook, SIGTERM to PID 1, or ``drain``.
+"""The orderly stop of all jobs before a container terminates, triggered by a preStop hook, SIGTERM to PID 1, or
+``drain``.
 
-The steps are the pre-stop and drain scripts of all jobs (every process stays up until the last drain script has ended),
-stopping the processes, and the post-stop scripts. They all have to fit into the grace period. Scripts do not run if the
-Director's ``stop`` has already stopped the jobs. The last seconds are reserved for SIGKILL. The jobs are not marked as
-stopped, because the Director still wants them to run, so they start again with the container.
+The steps are the pre-stop and drain scripts of all jobs (every process stays up until the last drain script has
+finished), stopping the processes, and the post-stop scripts. They all have to fit into the grace period. Scripts do not
+run if the Director's ``stop`` has already stopped the jobs. The last seconds are reserved for SIGKILL. The jobs are not
+marked as stopped, because the Director still wants them to run, so they start again with the container.
 
 ``main`` handles SIGTERM and decides between this stop and an exit that leaves the jobs running.
 """

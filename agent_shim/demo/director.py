@@ -189,7 +189,7 @@ class Director:
     async def run(
         self, agent_id: str, method: str, *arguments: Any, timeout: float = 45.0, limit: float | None = None
     ) -> Any:
-        """Return the result of an action. If the agent starts a task, poll it until it ends.
+        """Return the result of an action. If the agent starts a task, poll the task until it has finished.
 
         ``timeout`` is the time limit for each reply in seconds. ``limit`` is the maximum time for polling in seconds
         (by default 300 for ``stop`` and unlimited otherwise). Raises ``RpcTimeoutError`` and ``RpcRemoteError``.

@@ -158,7 +158,7 @@ class Metrics:
         self._rendering = asyncio.Lock()
 
     def action_done(self, method: str, outcome: str, seconds: float) -> None:
-        """Count an action (``outcome``: done or failed) that took ``seconds`` from its request to its end."""
+        """Count an action with its ``outcome`` (done or failed), which is known ``seconds`` after the request."""
         method = method if method in self._methods else OTHER
         self._actions.labels(method, outcome if outcome in OUTCOMES else OTHER).inc()
         self._durations.labels(method).observe(seconds)

@@ -441,7 +441,7 @@ def _let_owner_write(name: str, directory: int | None = None) -> None:
 
 
 def copy_data(source: int, target: int) -> None:
-    """Copy from the current position of ``source`` to its end."""
+    """Copy everything after the current position of the descriptor ``source`` to the descriptor ``target``."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
     while count := os.readv(source, [buffer]):
         write_all(target, buffer[:count])

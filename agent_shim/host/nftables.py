@@ -1,6 +1,7 @@
 """Packet filter rules in a separate table, which the program ``nft`` replaces atomically.
 
-Tables of other programs are not changed. Our table outlives the agent and exists until the network namespace ends.
+Tables of other programs are not changed. Our table outlives the agent and exists until the network namespace is
+destroyed.
 """
 
 from __future__ import annotations

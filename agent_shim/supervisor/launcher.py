@@ -62,7 +62,7 @@ class CtlLauncher:
 
     async def stop(self, spec: ProcessSpec, running: Process | None, *, pid: int, is_ours: bool, by: float) -> None:
         """Run the stop program or, if there is none, send TERM. Wait until both the program and the process have
-        ended.
+        exited.
         """
         stopper = None
         if spec.stop is not None:

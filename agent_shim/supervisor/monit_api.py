@@ -44,7 +44,9 @@ async def answer(supervisor: Supervisor, request: Mapping[str, Any], *, obstacle
 
 
 def describe(service: ServiceInfo) -> dict[str, Any]:
-    """Convert a service to a flat mapping, in which ``state`` is the Director's state and ``phase`` the agent's."""
+    """Convert a service to a flat mapping. Its ``state`` is the one that is reported to the Director; its ``phase`` is
+    the agent's own, more detailed state.
+    """
     members: dict[str, Any] = msgspec.to_builtins(service)
     process: dict[str, Any] = members.pop("process")
     return process | members | {"state": service.process.state, "phase": service.state}

@@ -1,4 +1,4 @@
-"""Translates the monit files of all jobs into specs of supervised services. Pure."""
+"""Translates the monit files of all jobs into specs of supervised services. Does no I/O."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Labels of the keepers of the service's processes: the service's name and, if its pidfile is one of bpm's, the
-        label of the bpm process.
+        """The labels that keepers above the service's processes have: the service's name and, if bpm writes its
+        pidfile, the label of the bpm process.
         """
         parts = (self.pidfile or "").split("/")
         if parts[-4:-2] == ["run", "bpm"]:

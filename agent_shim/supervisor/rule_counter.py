@@ -1,4 +1,4 @@
-"""Decides when a rule has failed or recovered, with monit's cycle counting (monit 5.2.5 event.c). Pure."""
+"""Decides when a rule has failed or recovered, with monit's cycle counting (monit 5.2.5 event.c). Does no I/O."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RuleCounter:
         self._rule = rule
         self._looks = 0
         self._failures = 0
-        """One bit per check. The lowest bit is the latest check."""
+        """One bit per check, which is set if the check failed. The lowest bit is the latest check."""
 
     def add(self, *, fails: bool) -> RuleTransition:
         """Record the result of one check and return its consequence."""

@@ -1,8 +1,8 @@
 """The lifecycle of a service: start, watch, restart, stop.
 
 ``Service.on`` receives every event and changes the state according to the table in ``state``. ``Service.run`` is a
-single coroutine that does the work of each state in turn. An event that the work does not expect ends the work early.
-If a service is cancelled, its process keeps running.
+single coroutine that does the work of each state in turn. An event that the work does not expect cancels the work. If a
+service is cancelled, its process keeps running.
 
 Durations are in seconds, and ``*_at`` is monotonic time.
 """
@@ -101,9 +101,9 @@ class StopRequest(NamedTuple):
     by: float = float("inf")
     """Monotonic time at which remaining processes get KILL."""
     recorded: asyncio.Event | None = None
-    """Set once the stop is saved, or once it is clear that saving it is impossible. Processes are ended only after
-    that, because if the agent were killed before the stop is saved, the next agent would assume that the process had
-    died.
+    """Set once the stop is saved, or once it is clear that saving it is impossible. Processes are terminated only after
+    that. If the agent terminated them and were then killed before the stop is saved, the next agent would assume that
+    they had crashed, and restart them.
     """
 
 
@@ -128,7 +128,7 @@ USUAL_STOP: Final = StopRequest()
 
 
 class Scope:
-    """Runs work that can be ended early, so that the same task can continue with other work."""
+    """Runs work that can be cancelled without cancelling the task, so that the task can continue with other work."""
 
     def __init__(self) -> None:
         self._block: asyncio.Timeout | None = None
@@ -145,7 +145,7 @@ class Scope:
             self._block = None
 
     def end(self) -> None:
-        """End the work in progress, if any, as soon as its task runs again."""
+        """Cancel the work in progress, if any, as soon as its task runs again."""
         if self._block is not None and not self._block.expired():
             self._block.reschedule(0)
 
@@ -176,7 +176,7 @@ class Service:
         self._is_following = False
         """True while the service examines a changed pidfile, which may take longer than a cycle."""
         self._has_lived = False
-        """True if there may be processes, so that a stop has to run the stop program."""
+        """True if the service may have processes, so a stop has to run the stop program."""
         self._stop = USUAL_STOP
         """The last stop request."""
         self._retry_at = 0.0
@@ -189,7 +189,7 @@ class Service:
         self._is_counted = False
         """True if the restart in progress counts towards the restart limits."""
         self._awaits_successor = False
-        """True if the process has ended, but the start program is still running and may start another process."""
+        """True if the process has exited, but the start program is still running and may start another process."""
         self._is_leading = False
         """True if the dependants must be restarted when the next start finds that the service is not running."""
         self._is_failure_reported = False
@@ -210,9 +210,10 @@ class Service:
 
     @property
     def process(self) -> Process | None:
-        """The watched process. In states in which it is not watched, it may already have ended.
+        """The watched process. In states in which it is not watched, it may already have exited.
 
-        None for PID 1, which stands for a job that has no process: it has no figures, and a stop does not end it.
+        None if the pidfile contains pid 1, as that of a job without a process may do. PID 1 itself must be neither
+        measured nor stopped.
         """
         return self._finder.process if self._finder.pid != 1 else None
 
@@ -315,7 +316,9 @@ class Service:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def on(self, trigger: Trigger) -> None:
-        """Handle an event: change to the next state, apply the effect, and end work that does not expect the event."""
+        """Handle an event: change to the next state, apply the effect, and cancel work that does not expect the
+        event.
+        """
         before = self.record.state
         move = NEXT[before].get(trigger)
         if move is None:
@@ -413,7 +416,7 @@ class Service:
     async def run(self) -> None:
         """Do the work of each state until cancelled. Cancellation leaves the process running.
 
-        When the service changes its state, ``on`` ends the work of the previous state.
+        When the service changes its state, ``on`` cancels the work of the previous state.
         """
         works = {
             Work.LAUNCH: self._launch,
@@ -584,12 +587,12 @@ class Service:
         await self.react(self.spec.change, "PID changed", said)
 
     async def _has_successor(self, how: Ending) -> bool:
-        """Wait for a process that replaces the one that has ended, and return True if there is one. monit would look
+        """Wait for a process that replaces the one that has exited, and return True if there is one. monit would look
         for a replacement only in its next cycle.
 
         Some start programs write their own pid and then become a daemon (``echo $$``, ``exec nginx``). They exit with 0
         before the daemon has written its pid, so the daemon gets until the end of the first cycle to write it. Other
-        start programs start a daemon, configure it, end it, and start the final daemon. A start program that is still
+        start programs start a daemon, configure it, stop it, and start the final daemon. A start program that is still
         running therefore gets one cycle to start the next process.
         """
         is_daemon = how == Code(0) and not self._starter.writes_pidfile
@@ -691,7 +694,7 @@ class Service:
         return max(least, min(backoff, limit))
 
     async def react(self, reaction: Action, event: str, description: str) -> None:
-        """Carry out the action of a rule after an event. If the action ends the work that called this method, the
+        """Carry out the action of a rule after an event. If the action cancels the work that called this method, the
         method does not return.
 
         In passive mode, only ``exec`` and ``unmonitor`` take effect. As in monit, a process is restarted only if it has
@@ -723,7 +726,9 @@ class Service:
     # --- stop ---------------------------------------------------------------------------------------------------------
 
     async def _end(self) -> None:
-        """Stop the dependants, run the stop program, end the remaining processes, and verify that none is left."""
+        """Stop the dependants, run the stop program, terminate the remaining processes, and verify that none is
+        left.
+        """
         if self._stop.recorded is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RECORD_TIMEOUT_S):
@@ -773,7 +778,7 @@ class Service:
 
     async def _run_stop(self) -> None:
         """Run the stop program or, if there is none, send TERM. Wait until both the program and the process have
-        ended.
+        exited.
         """
         running, program = self.process, self._finder.program
         if program is not None and running is None:

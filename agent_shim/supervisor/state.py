@@ -1,4 +1,4 @@
-"""The state machine of a service as a table: for each state and event, the next state and the effect. Pure.
+"""The state machine of a service as a table: for each state and event, the next state and the effect. Does no I/O.
 
 ``Service.on`` handles the events. The diagram in the documentation is generated from the same table.
 """
@@ -94,9 +94,9 @@ class Work(enum.Enum):
     SETTLE = frozenset({Trigger.DIED, Trigger.SETTLED})
     """Watch the process for the settling time."""
     WAIT = frozenset({Trigger.APPEARED, Trigger.RETRIED})
-    """Wait for the end of the back-off, or adopt a process that appears."""
+    """Wait until the back-off is over, or adopt a process that appears in the meantime."""
     END = frozenset({Trigger.EMPTIED, Trigger.STUCK})
-    """Run the stop program and end every process of the service."""
+    """Run the stop program and terminate every process of the service."""
 
 
 class Move(NamedTuple):
@@ -202,7 +202,7 @@ FOLLOWING: Final = ACTIVE | {State.UNMONITORED}
 MONITORED: Final = frozenset(State) - ENDING - {State.STOPPED, State.UNMONITORED, State.STUCK}
 """States in which monit's monitor flag is not zero."""
 TO_RUN: Final = ACTIVE | {State.DOWN, State.BOUNCING}
-"""States in which the next agent starts the process if it has ended."""
+"""States in which the next agent starts the process if it has exited."""
 
 _SHOWN: Final = {State.BOUNCING: "stopping", State.STUCK: "unmonitored"}
 _REPORTED: Final = {

@@ -1,7 +1,7 @@
 """Supervises all services of this instance. Handles requests from the Director and operators, and reports to them.
 
-Each change is saved, so that the next agent can continue from there regardless of how this agent ends. ``service``
-handles restarts.
+Each change is saved, so that the next agent can continue from there even if this agent is killed. ``service`` handles
+restarts.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Supervisor:
         """
         self._is_wanted = False
         self._starting: Sequence[Service] = ()
-        """Services of a start that is being saved. They are still in their previous state."""
+        """Services that a request is about to start. They keep their previous state until the request is saved."""
         self._incarnation = proc.incarnation()
         self._is_dirty = False
         self._is_closed = asyncio.Event()

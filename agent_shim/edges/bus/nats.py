@@ -160,7 +160,7 @@ class NatsBus:
         self._rotating = asyncio.Lock()
         self._retiring: asyncio.Task[None] | None = None
         self._seen: dict[int, float] = {}
-        """When recent requests from a Director arrived, by their hash, oldest first."""
+        """Arrival times of recent requests from a Director, by the hash of the request, oldest first."""
 
     @property
     def is_connected(self) -> bool:

@@ -255,8 +255,8 @@ class Disks:
             await asyncio.sleep(self.timeouts.look)
 
     async def _end_jobs(self, holders: Iterable[volumes.Holder]) -> bool:
-        """Terminate job processes among ``holders``. Return True if at least one has ended, because unmounting may then
-        succeed.
+        """Terminate job processes among ``holders``. Return True if at least one has exited, because unmounting may
+        then succeed.
         """
         of_jobs = await asyncio.to_thread(self._of_jobs)
         leftovers = [holder for holder in holders if holder.pid in of_jobs]

@@ -1,4 +1,4 @@
-"""Parser for the start and stop programs in monit files if these programs are calls of bpm. Pure."""
+"""Parser for those start and stop programs in monit files that call bpm. Does no I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parser of bpm.yml: the processes of a job and their permissions. Pure.
+"""Parser of bpm.yml, which defines the processes of a job and their permissions. Does no I/O.
 
 Schema and rules follow bpm-release (``src/bpm/config/job_config.go``, ``docs/config.md``). Scalars are interpreted as
 by Go's yaml.v3, which is bpm's parser. Text fields take the literal text: ``- 1.10``, ``- 0x1f``, ``- yes`` and ``-
@@ -253,7 +253,7 @@ class _Notes:
         self.maps: list[_Map] = []
 
     def unknown_keys(self) -> Iterator[str]:
-        """Yield an error text for each unknown key, in which the most similar known key is suggested."""
+        """Yield a message for each unknown key, with the most similar known key as a suggestion."""
         for each in self.maps:
             for key in each.entries.keys() - each.known:
                 position = f"line {_line_of(each.entries[key])}: unknown key {each.at(key)}"

@@ -1,4 +1,4 @@
-"""The values that represent a parsed monit control file. Pure.
+"""The values that represent a parsed monit control file.
 
 A rule reads ``if TEST for RATE then ACTION else if succeeded for RATE then ACTION``. Positions (``line``) are ignored
 in comparisons, so that files with the same content are equal.

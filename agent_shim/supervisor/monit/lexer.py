@@ -1,4 +1,4 @@
-"""Lexer of monit control files. Pure.
+"""Lexer of monit control files. Does no I/O.
 
 Follows monit 5.2.5, the version on every BOSH machine, and was tested against it. The longest match wins; of equally
 long matches, the first. Some keywords change the rules for the next token: ``check`` is followed by a name, and ``start
@@ -241,7 +241,9 @@ def _longest(mode: _Mode, text: str, at: int) -> tuple[str, int]:
 
 
 def _single(match: re.Match[str], tokens: list[Token]) -> int:
-    """Append the token for a match of one of those alternatives of ``_TOKEN`` that produce exactly one token."""
+    """Append the token for a match of ``_TOKEN``. This function handles those alternatives of the pattern that yield
+    exactly one token.
+    """
     text, value = match[0], ""
     match match.lastgroup:
         case "quoted":

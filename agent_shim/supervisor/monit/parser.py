@@ -1,8 +1,8 @@
-"""Parser of the monit 5.2.5 control language. Pure.
+"""Parser of the monit 5.2.5 control language. Does no I/O.
 
-It was tested against that version and refuses the same texts, with two exceptions. Tests on which the agent does not
-act are not checked, and neither is anything that depends on the machine, such as name resolution and the existence of
-users, groups and files. ``problems`` finds conflicts between the files of several jobs.
+The parser was tested against that version of monit and refuses the same texts, with two exceptions. Tests on which the
+agent does not act are not checked, and neither is anything that depends on the machine, such as name resolution and the
+existence of users, groups and files. ``problems`` finds conflicts between the files of several jobs.
 """
 
 from __future__ import annotations

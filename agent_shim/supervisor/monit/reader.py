@@ -1,4 +1,4 @@
-"""Reads the tokens of a monit control file and locates errors. Pure."""
+"""Reads the tokens of a monit control file and locates errors. Does no I/O."""
 
 from __future__ import annotations
 

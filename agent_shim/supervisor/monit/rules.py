@@ -1,4 +1,4 @@
-"""Parser of rules and programs in a monit control file. Pure.
+"""Parser of rules and programs in a monit control file. Does no I/O.
 
 A rule reads ``if TEST [RATE] then ACTION [else if succeeded [RATE] then ACTION]``. The parts of tests and programs have
 a fixed order: user and group, timeout, rate.

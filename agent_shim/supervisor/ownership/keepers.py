@@ -1,4 +1,5 @@
-"""The keepers of one supervisor. They determine which service a process belongs to, and end all processes of a service.
+"""The keepers of one supervisor. They determine which service a process belongs to, and terminate all processes of a
+service.
 
 Each program runs below a separate keeper (``host.keeper``). The keeper's label names the owner: a service, a bpm.yml
 process (``bpm.calls.bpm_label``), or the scripts or the rules of a job. All descendants of a keeper belong to its
@@ -145,7 +146,7 @@ class Keepers:
     async def run(self, label: str, program: keeper.Program, out: int | Path | None, err: int | Path | None) -> Process:
         """Run a program below a new keeper. Its streams are descriptors, files to append to, or None for ``/dev/null``.
 
-        The returned ``Process`` may already have ended. Raises ``HostError`` "cannot run PROGRAM: why".
+        The returned ``Process`` may already have exited. Raises ``HostError`` "cannot run PROGRAM: why".
         """
         with contextlib.ExitStack() as opened:
             streams = [
@@ -231,14 +232,14 @@ class Keepers:
         return found.label if found is not None else ""
 
     def adopt(self, identity: Identity) -> Process | None:
-        """Watch a process. If it is below a keeper, the keeper reports how it ends. Return None if the process is
+        """Watch a process. If it is below a keeper, the keeper reports how it exits. Return None if the process is
         gone.
         """
         above = self.above(identity)
         return process.adopt(*identity) if above is None else above.adopt(*identity)
 
     def ending_of(self, identity: Identity) -> keeper.Exit | None:
-        """Return how a process ended, if a keeper of an earlier agent recorded it."""
+        """Return how a process exited if a keeper of an earlier agent recorded that, otherwise None."""
         return next(filter(None, (each.exit_of(identity) for each in self._kept)), None)
 
     def of_former_agent(self, label: str) -> list[Identity]:

@@ -49,9 +49,9 @@ class Timing(msgspec.Struct, frozen=True):
     grace: float = 5.0
     """Time between TERM and KILL for processes left by a stop program."""
     linger: float = 2.0
-    """How long the start program may take to exit once the process is up. The same time applies to two other waits: the
-    process may appear this long after the exit of the start program, and if a process forks a daemon and exits, the
-    agent accepts the daemon in its place for this long after the start of that process.
+    """How long the start program may take to exit once the process is up. Also how long the process may take to appear
+    once the start program has exited. If a process forks a daemon and exits, the daemon is accepted in its place until
+    this long after the start of that process.
     """
     look: float = 1.0
     """Poll interval for changes that no descriptor reports: the appearance of a late process or a path."""
@@ -82,7 +82,7 @@ class ProcessFinder:
         self.refused = ""
         """Why the process named by the pidfile is not accepted as the service's process, or ""."""
         self._refused: tuple[Pidfile, Identity] | None = None
-        """The pidfile and process that were refused."""
+        """The pidfile whose process was not accepted, and that process."""
         self._timing = timing
         self._changed = changed
 
@@ -92,7 +92,7 @@ class ProcessFinder:
         return self.process.pid if self.process is not None else 0
 
     async def look(self, spec: ProcessSpec, record: ProcessRecord) -> bool:
-        """Return True if the process or path exists. If no process is watched yet, adopt one if there is one: a process
+        """Return True if the process or path exists. If no process is watched yet, look for one to adopt: a process
         that another agent has started, that a late pidfile names, or that replaces the previous process.
 
         Living and exited processes are recorded, and the handle of an exited process is released.
@@ -143,9 +143,9 @@ class ProcessFinder:
     async def follow(self, spec: ProcessSpec, record: ProcessRecord) -> bool:
         """Watch the process that the pidfile names now if it belongs to the service. Return True if it does.
 
-        monit follows the pidfile in each cycle. After a reload, the old process may run until its connections end, and
-        it still belongs to the service. A process whose only relation to the service is the pidfile is adopted only
-        after the old process has ended.
+        monit follows the pidfile in each cycle. After a reload, the old process may run until its connections are
+        closed, and it still belongs to the service. A process whose only relation to the service is the pidfile is
+        adopted only after the old process has ended.
         """
         before, pidfile = self.process, process_record.read(spec.pidfile)
         found = await self._find(spec, record, pidfile)
@@ -197,7 +197,7 @@ class ProcessFinder:
         record.named_by = None
 
     async def gone(self, spec: ProcessSpec) -> Ending:
-        """Wait for the exit of the process or the disappearance of the path, and return how it ended."""
+        """Wait until the process exits or the path disappears, and return a value that describes this."""
         if self.doubted is not None and self.process is None:
             return ending.NoPid()
         if spec.is_process:

@@ -125,7 +125,7 @@ class ProcessRecord(msgspec.Struct, rename=_SAVED_NAMES):
             self.program = None
 
     def take_over(self, processes: Iterable[Identity]) -> None:
-        """Record processes that are not below a keeper of the service, and forget those that have ended."""
+        """Record processes that are not below a keeper of the service, and forget those that have exited."""
         self.others = sorted(each for each in {*self.others, *processes} if proc.is_there(each))
 
     def is_fresh(self, pidfile: Pidfile) -> bool:
