@@ -72,17 +72,17 @@ def _permissions(session: Session) -> Iterator[CheckRow]:
         plural, _, part = resource.partition("/")
         for verb in verbs.split():
             wanted: Object = {"namespace": session.namespace, "verb": verb, "group": group, "resource": plural}
-            if not _may(session, wanted | ({"subresource": part} if part else {})):
+            if not _is_allowed(session, wanted | ({"subresource": part} if part else {})):
                 missing.append(f"{verb} {name}")
     if missing:
         yield CheckRow("account", WRONG, f"may not {', '.join(missing)}", APPLY)
     else:
         yield CheckRow("account", OK, "has all permissions of the Role")
-    if _may(session, {"namespace": session.namespace, "verb": "list", "resource": "secrets"}):
+    if _is_allowed(session, {"namespace": session.namespace, "verb": "list", "resource": "secrets"}):
         yield CheckRow("account", LIMITED, "may list Secrets, which the CPI does not need", APPLY)
 
 
-def _may(session: Session, attributes: Object) -> bool:
+def _is_allowed(session: Session, attributes: Object) -> bool:
     body: Object = {
         "apiVersion": "authorization.k8s.io/v1",
         "kind": "SelfSubjectAccessReview",

@@ -164,7 +164,7 @@ def _address_annotations(
     filled = {"((ip))": network.ip, "((gateway))": network.gateway, "((prefix))": str(_prefix(network))}
     given = {**defaults.annotations, **properties.annotations}
     if cni == "template" and any(DELEGATED in text for text in given.values()):
-        filled[DELEGATED] = network.prefix or str(_single(network))
+        filled[DELEGATED] = network.prefix or str(_single_address_prefix(network))
     else:
         _refuse_prefix(name, network)
     annotations = {}
@@ -211,7 +211,7 @@ def _refuse_prefix(name: str, network: RequestedNetwork) -> None:
     """Refuse a delegated prefix, because the VM would get only its first address, but the jobs would use all addresses
     of the prefix.
     """
-    if network.prefix and network.prefix != str(_single(network)):
+    if network.prefix and network.prefix != str(_single_address_prefix(network)):
         raise NotSupportedError(
             f"cannot delegate the prefix {network.ip}/{network.prefix} of the network {name!r} to a VM: this kind of "
             f"network gives a pod one address; take `prefix` out of the subnet, or use `cni: template` and {DELEGATED} "
@@ -219,7 +219,7 @@ def _refuse_prefix(name: str, network: RequestedNetwork) -> None:
         )
 
 
-def _single(network: RequestedNetwork) -> int:
+def _single_address_prefix(network: RequestedNetwork) -> int:
     """Return the prefix length that means a single address: 32 or 128."""
     return 128 if ":" in network.ip else 32
 

@@ -93,7 +93,7 @@ async def _compiled(
         needed = [_bundle(each) for each in dependencies.values()]
         try:
             work = compilation.compile(package, needed, lambda step: agent.tasks.report(f"{package.name}: {step}"))
-            return await _unless(cancelled, work)
+            return await _unless_cancelled(cancelled, work)
         finally:
             await compilation.clean()
 
@@ -110,7 +110,7 @@ def _bundle(needed: Dependency) -> Bundle:
     return Bundle("package", needed.name, needed.version, source)
 
 
-async def _unless(cancelled: asyncio.Event, work: Awaitable[T]) -> T:
+async def _unless_cancelled(cancelled: asyncio.Event, work: Awaitable[T]) -> T:
     """Return the result of ``work``.
 
     If ``cancelled`` is set, cancel the work, wait until it has ended, and raise ``ActionError``.

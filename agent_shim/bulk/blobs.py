@@ -67,13 +67,13 @@ class Blobs:
             return ""
         blob_id = str(uuid.uuid4())
         store = provider(self._store, self._paths, self._transfer)
-        await _again("Creating blob in inner blobstore", lambda: store.put(blob_id, path))
+        await _with_retries("Creating blob in inner blobstore", lambda: store.put(blob_id, path))
         return blob_id
 
     async def _fetch(self, ref: BlobRef, digest: MultipleDigest) -> BinaryIO:
         if ref.signed_url:
             checking = "Checking downloaded blob digest"
-            return await _again(
+            return await _with_retries(
                 "Failed to download blob",
                 lambda: _checked(partial(self._transfer().download, ref.signed_url, ref.headers), digest, checking),
                 self._timing.pause,
@@ -86,7 +86,7 @@ class Blobs:
                 return await _checked(partial(opened, directory / blob_id), digest, f"Checking blob '{blob_id}'")
         store = provider(self._store, self._paths, self._transfer)
         get, checking = partial(store.get, blob_id), f"Checking downloaded blob '{blob_id}'"
-        return await _again("Getting blob from inner blobstore", lambda: _checked(get, digest, checking))
+        return await _with_retries("Getting blob from inner blobstore", lambda: _checked(get, digest, checking))
 
     def _transfer(self) -> Transfer:
         if self._client is None:
@@ -114,7 +114,7 @@ async def _checked(get: Callable[[Hasher], Awaitable[BinaryIO]], digest: Multipl
     return file
 
 
-async def _again(what: str, attempt: Callable[[], Awaitable[T]], pause: float = 0) -> T:
+async def _with_retries(what: str, attempt: Callable[[], Awaitable[T]], pause: float = 0) -> T:
     """Call ``attempt`` up to ``TRIES`` times, with a pause in seconds after each failure. Return the first result, or
     raise the last error.
     """

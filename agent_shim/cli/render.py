@@ -266,7 +266,7 @@ def _input(
 ) -> dict[str, Any]:
     """Return a job in the form in which ``render.rb`` reads it."""
     group = instance.group
-    properties = _bound(manifest, group, job, found)
+    properties = _property_values(manifest, group, job, found)
     resolved = resolver.resolve(group, job)
     texts = [
         {
@@ -289,7 +289,7 @@ def _input(
     }
 
 
-def _bound(manifest: DeploymentManifest, group: Group, job: DeployedJob, found: ReleaseJob) -> dict[str, Any]:
+def _property_values(manifest: DeploymentManifest, group: Group, job: DeployedJob, found: ReleaseJob) -> dict[str, Any]:
     """Return the properties in the job's spec, with values from the manifest or defaults.
 
     A Director gives no other properties to a template. The keys of mappings are sorted, as in the Director.

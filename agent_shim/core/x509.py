@@ -54,7 +54,7 @@ def readable(pem: str) -> tuple[list[str], list[int]]:
 def validity(pem: str) -> Validity:
     """Return the validity of the first certificate in ``pem``. Raises ``ValueError`` if none is readable."""
     for block in blocks(pem):
-        return _of_block(block)
+        return _block_validity(block)
     raise ValueError("there is no PEM certificate")
 
 
@@ -63,11 +63,11 @@ def validities(pem: str) -> list[Validity]:
     found = []
     for block in blocks(pem):
         with suppress(ValueError):
-            found.append(_of_block(block))
+            found.append(_block_validity(block))
     return found
 
 
-def _of_block(block: str) -> Validity:
+def _block_validity(block: str) -> Validity:
     try:
         return _validity(base64.b64decode(block.removeprefix(_BEGIN).removesuffix(_END)))
     except (IndexError, binascii.Error, UnicodeDecodeError) as exc:

@@ -54,10 +54,10 @@ class Dns:
 
         Raises ``ActionError`` with the texts of agent/action/sync_dns.go, and the errors of ``fetch``.
         """
-        if await self._has(version):
+        if await self._has_version(version):
             return
         async with self._turn:
-            if not await self._has(version):
+            if not await self._has_version(version):
                 try:
                     async with asyncio.timeout(FETCH_TIMEOUT_S):
                         records = await fetch()
@@ -110,7 +110,7 @@ class Dns:
                     logger.warning("cannot name this machine in the hosts file: %s", exc)
             await asyncio.sleep(clock.until_beat(POLL_S))
 
-    async def _has(self, version: int) -> bool:
+    async def _has_version(self, version: int) -> bool:
         return await asyncio.to_thread(stored_version, self._paths.dns_records) >= version
 
     def _store(self, raw: bytes, version: int, agent_id: str) -> None:

@@ -129,7 +129,7 @@ class Scripts:
             return status == 0
 
         try:
-            await _side_by_side(name, self._having(name, jobs), run)
+            await _side_by_side(name, self._jobs_with_script(name, jobs), run)
         except ActionError as exc:
             lines = "".join(f" {job}: {line}" for job, line in last_lines.items() if line)
             raise ActionError(f"{exc}{lines}") from exc
@@ -153,7 +153,7 @@ class Scripts:
             return await self._drain_job(job, arguments, environment, cancelled)
 
         try:
-            await _side_by_side("drain", self._having("drain", jobs), run)
+            await _side_by_side("drain", self._jobs_with_script("drain", jobs), run)
         except ActionError:
             if not cancelled.is_set():
                 raise
@@ -207,7 +207,7 @@ class Scripts:
             status = await self._end(script, cancelled)
             if status is None:
                 raise ActionError("Running errand script: its exit status is unknown")
-            stdout, stderr, kept = await asyncio.to_thread(_shown_together, *outputs)
+            stdout, stderr, kept = await asyncio.to_thread(_outputs_for_reply, *outputs)
             return Errand(stdout, stderr, status)
         except OSError as exc:
             raise ActionError(f"Running errand script: {exc}") from exc
@@ -218,7 +218,7 @@ class Scripts:
                 if output not in kept:
                     output.unlink(missing_ok=True)
 
-    def _having(self, name: str, jobs: Sequence[str]) -> list[str]:
+    def _jobs_with_script(self, name: str, jobs: Sequence[str]) -> list[str]:
         """Return the jobs that have the script."""
         return [job for job in jobs if self._script(job, name).exists()]
 
@@ -318,7 +318,7 @@ def _lines(log: Path, begin: int) -> list[str]:
     return [safetext.line(line.strip()[:_MAX_LINE_CHARS]) for line in written if line.strip()]
 
 
-def _shown_together(stdout: Path, stderr: Path) -> tuple[str, str, list[Path]]:
+def _outputs_for_reply(stdout: Path, stderr: Path) -> tuple[str, str, list[Path]]:
     """Return stdout and stderr, shortened to the limit of a reply, and the files of which something was left out."""
     errors = shown(stderr, MAX_OUTPUT_BYTES // 2)
     output = shown(stdout, MAX_OUTPUT_BYTES - _encoded(errors[0]))

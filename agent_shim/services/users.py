@@ -186,7 +186,7 @@ async def _end_processes(account: pwd.struct_passwd) -> None:
     if not proc.has_our_root(1):
         logger.warning("processes of %s may continue: the container shares the pids of the host", account.pw_name)
         return
-    unused = await asyncio.to_thread(_unused, account.pw_uid)
+    unused = await asyncio.to_thread(_unused_uid, account.pw_uid)
     await command.run(sys.executable, "-I", "-S", "-c", _KILL_ALL, str(account.pw_uid), str(unused))
     try:
         async with asyncio.timeout(EXIT_TIMEOUT_S):
@@ -197,7 +197,7 @@ async def _end_processes(account: pwd.struct_passwd) -> None:
         raise HostError(f"cannot end all processes of {account.pw_name}: {why}") from None
 
 
-def _unused(below: int) -> int:
+def _unused_uid(below: int) -> int:
     """Return the highest uid below ``below`` that has neither an account nor a process. Blocks."""
     used = {entry.pw_uid for entry in pwd.getpwall()} | {proc.user(pid) for pid in proc.table()}
     return next(number for number in range(below - 1, 0, -1) if number not in used)

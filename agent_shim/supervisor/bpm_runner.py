@@ -210,7 +210,7 @@ class Bpm:
 
     async def start(self, call: BpmCall) -> process.Process:
         """Start the process unless it is running. Return once it runs. Raises ``HostError`` or ``ConfigError``."""
-        async with self._only(call, "start"):
+        async with self._exclusively(call, "start"):
             found = await asyncio.to_thread(self.find, call.job, call.process)
             if found and (running := self._programs.keepers.adopt(found)):
                 return running
@@ -221,7 +221,7 @@ class Bpm:
         """Send the shutdown signal, then QUIT, then KILL no later than the monotonic time ``by``. Terminate the
         remaining processes of the tree and remove the pidfile.
         """
-        async with self._only(call, "stop"):
+        async with self._exclusively(call, "stop"):
             signal_name = "TERM"
             with contextlib.suppress(ConfigError, OSError):
                 wanted = await asyncio.to_thread(self.definition, call.job, call.process)
@@ -241,7 +241,7 @@ class Bpm:
         """Run the process as an errand, without a pidfile, and return its exit code. If it is already running, return 0
         immediately.
         """
-        async with self._only(call, "run"):
+        async with self._exclusively(call, "run"):
             if await asyncio.to_thread(self.find, call.job, call.process):
                 return 0
             wanted = await asyncio.to_thread(self.definition, call.job, call.process)
@@ -264,7 +264,7 @@ class Bpm:
             await errand.terminate(SIGNAL_TIMEOUT_S)
 
     @contextlib.asynccontextmanager
-    async def _only(self, call: BpmCall, verb: str) -> AsyncIterator[None]:
+    async def _exclusively(self, call: BpmCall, verb: str) -> AsyncIterator[None]:
         """During the block, exclude other operations on the process. Write the start, the end and any failure of the
         block to bpm's log.
         """
@@ -353,7 +353,10 @@ class Bpm:
         if is_root and self._user is not None and not wanted.unsafe.privileged:
             ids = files.owner_ids(self._user)
         held = capabilities.privileges().effective if is_root else frozenset[str]()
-        limits = {"RLIMIT_NOFILE": wanted.limits.open_files or _most(resource.RLIMIT_NOFILE, DEFAULT_OPEN_FILES, held)}
+        limits = {
+            "RLIMIT_NOFILE": wanted.limits.open_files
+            or _settable_limit(resource.RLIMIT_NOFILE, DEFAULT_OPEN_FILES, held)
+        }
         if wanted.limits.core_file_size is not None:
             limits["RLIMIT_CORE"] = wanted.limits.core_file_size
         wanted_capabilities = {each.removeprefix("CAP_").upper() for each in wanted.capabilities}
@@ -505,7 +508,7 @@ class Bpm:
             lacking.append("limits.processes")
         for key, which in (("open_files", resource.RLIMIT_NOFILE), ("core_file_size", resource.RLIMIT_CORE)):
             asked = getattr(wanted.limits, key) or 0
-            if asked > _most(which, asked, held):
+            if asked > _settable_limit(which, asked, held):
                 lacking.append(f"limits.{key} of {asked}")
         if wanted.unsafe.privileged and "SYS_ADMIN" not in held:
             lacking.append("unsafe.privileged")
@@ -622,7 +625,7 @@ async def _end(running: process.Process, first: signal.Signals, by: float) -> bo
         running.release()
 
 
-def _most(which: int, wanted: int, held: Container[str]) -> int:
+def _settable_limit(which: int, wanted: int, held: Container[str]) -> int:
     """Return ``wanted`` or, if a process with the capabilities ``held`` cannot raise the limit that far, the hard
     limit.
     """

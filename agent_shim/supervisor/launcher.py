@@ -73,12 +73,12 @@ class CtlLauncher:
             return
         patience = spec.stop.timeout if spec.stop else self._timing.stop
         try:
-            async with asyncio.timeout(_left(patience, by)):
+            async with asyncio.timeout(_seconds_left(patience, by)):
                 for each in filter(None, (stopper, running)):
                     await each.wait()
         except TimeoutError:
             if stopper is not None:
-                await stopper.terminate(_left(self._timing.grace, by))
+                await stopper.terminate(_seconds_left(self._timing.grace, by))
             raise
 
     async def finish_stop(self, spec: ProcessSpec) -> None:
@@ -157,6 +157,6 @@ class BpmLauncher:
         return await self._bpm.last_words(spec.start_call)
 
 
-def _left(wanted: float, by: float) -> float:
+def _seconds_left(wanted: float, by: float) -> float:
     """Return the seconds until ``by``, at most ``wanted``."""
     return max(0.0, min(wanted, by - time.monotonic()))

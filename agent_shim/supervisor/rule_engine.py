@@ -192,9 +192,9 @@ class RuleEngine:
         if spec.kind == "host":
             yield "host", partial(_ask_host, service, spec)
         elif watch.path is not None:
-            yield "path", partial(_aside, spec.name, watch.path.look)
+            yield "path", partial(_look_in_thread, spec.name, watch.path.look)
         elif spec.kind == "system":
-            yield "system", partial(_aside, spec.name, watch.machine)
+            yield "system", partial(_look_in_thread, spec.name, watch.machine)
         elif table is not None:
             for number, rule in enumerate(spec.rules):
                 if isinstance(rule.test, Connection):
@@ -272,7 +272,7 @@ async def _echo(service: Service, test: Echo, number: int) -> list[Numbered]:
     return [(number, CheckResult(bool(why), why or f"{address} answers echo requests"))]
 
 
-async def _aside(name: str, look: Callable[[], Iterable[Numbered]]) -> Iterable[Numbered]:
+async def _look_in_thread(name: str, look: Callable[[], Iterable[Numbered]]) -> Iterable[Numbered]:
     try:
         return await blocking.call(f"check {name}", look, timeout=LOOK_TIMEOUT_S)
     except (OSError, ValueError) as exc:

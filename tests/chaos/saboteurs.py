@@ -474,7 +474,7 @@ JOBS: Final = (
         "S-08",
         "waits for a stop program without a time limit",
         "agent_shim/supervisor/launcher.py",
-        "            async with asyncio.timeout(_left(patience, by)):\n",
+        "            async with asyncio.timeout(_seconds_left(patience, by)):\n",
         "            async with asyncio.timeout(None):\n",
         "TimeoutError|still running after|RpcTimeout",
     ),

@@ -255,7 +255,7 @@ RAW: Mapping[str, Raw] = {
     "services.resolver": Raw(KERNEL, frozenset({"_belongs_to_resolved"})),
     "daemon.endings": Raw(NAMED, frozenset({"write_termination_log"})),
     "services.scripts": Raw(
-        SCRATCH, frozenset({"Scripts._having", "Scripts._log_directory", "Scripts.errand", "shown"})
+        SCRATCH, frozenset({"Scripts._jobs_with_script", "Scripts._log_directory", "Scripts.errand", "shown"})
     ),
     "services.sshd": Raw(OWN, frozenset({"Sshd._have_host_key", "Sshd._log_size"})),
     "daemon.standalone": Raw(NAMED, frozenset({"Standalone._holds", "_members", "_version"})),

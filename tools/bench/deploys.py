@@ -63,7 +63,7 @@ async def update(
     seconds of the whole deploy.
     """
     spec = w.spec(JOBS, PACKAGES, MB, version=version)
-    ask = _asking(w, poll, {} if steps is None else steps, {} if turns is None else turns)
+    ask = _request_recorder(w, poll, {} if steps is None else steps, {} if turns is None else turns)
     begun_at = time.monotonic()
     await ask("prepare", spec)
     await ask("run_script", "pre-stop", {"env": KEEP})
@@ -93,7 +93,7 @@ async def no_op(w: RunningAgent) -> float:
     return time.monotonic() - begun_at
 
 
-def _asking(w: RunningAgent, poll: float, steps: Steps, turns: Steps) -> Callable[..., Awaitable[Any]]:
+def _request_recorder(w: RunningAgent, poll: float, steps: Steps, turns: Steps) -> Callable[..., Awaitable[Any]]:
     w.director.poll = poll
 
     async def ask(method: str, *arguments: Any) -> Any:

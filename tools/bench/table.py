@@ -149,7 +149,7 @@ def render(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
     rows = [columns, ["---"] * len(columns)]
     for name, figure in document["figures"].items():
         if "median" in figure and (name in BUDGETS or not _is_in_small_table(name)):
-            rows.append([*_row(name, figure, floors), *(_beside(name, figure, other) for other in others)])
+            rows.append([*_row(name, figure, floors), *(_other_agents_cell(name, figure, other) for other in others)])
     lines = [_measured(document, others), "", *(f"| {' | '.join(row)} |" for row in rows), "", floors.said(), ""]
     lines += _small_tables(document, others)
     for name, figure in document["figures"].items():
@@ -253,7 +253,7 @@ def _row(name: str, figure: dict[str, Any], floors: _Floors) -> list[str]:
     return words
 
 
-def _beside(name: str, figure: dict[str, Any], other: dict[str, Any]) -> str:
+def _other_agents_cell(name: str, figure: dict[str, Any], other: dict[str, Any]) -> str:
     if name in NOT_ALIKE:
         return "not comparable"
     found = other["figures"].get(name)

@@ -320,7 +320,7 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
         restarts = [life["monit restart"]["job_states"][-1:] for life in lives if "monit restart" in life]
         one.is_survivor = any(leaves(lives[0]) and not leaves(lives[1]) for leaves in (_is_left, _outlives_a_restart))
         one.is_started_twice = _begun(lives[1], "slow start") == 1 and (
-            _begun(lives[0], "slow start") != 1 or _begun(lives[0], *LAST) > 0 or _told_still_runs(lives[0])
+            _begun(lives[0], "slow start") != 1 or _begun(lives[0], *LAST) > 0 or _is_script_still_running(lives[0])
         )
         one.is_pending = restarts == [["failing"]] * len(lives)
         closed = lives[0].get("port closed", {}).get("alerts", [])
@@ -384,7 +384,7 @@ def _begun(life: Phases, *names: str) -> int:
     return max(Counter(seen).values(), default=0)
 
 
-def _told_still_runs(life: Phases) -> bool:
+def _is_script_still_running(life: Phases) -> bool:
     return "told" in life.get("stop", {}).get("texts", {}).get("processes", "").split()
 
 

@@ -149,8 +149,10 @@ def plan(checkout: Checkout, job: Job) -> Plan:
     if any(one.get("capabilities") for one in processes(job)):
         job = replace(job, files=job.files | {"config/bpm.yml": _within_capabilities(job.files["config/bpm.yml"])})
     known = {service.name for service in _services(job.monit)}
-    job = replace(job, files={path: _alone(path, text, known) for path, text in job.files.items()})
-    job = replace(job, files={path: _reached(text) if _is_monit(path) else text for path, text in job.files.items()})
+    job = replace(job, files={path: _without_other_jobs(path, text, known) for path, text in job.files.items()})
+    job = replace(
+        job, files={path: _with_reachable_limits(text) if _is_monit(path) else text for path, text in job.files.items()}
+    )
     made = Plan(job, list(_services(job.monit)))
     texts = {path: _expanded(text) for path, text in job.files.items()}
     for name in job.packages:
@@ -167,12 +169,12 @@ def plan(checkout: Checkout, job: Job) -> Plan:
                 files[place] = STAND_IN
         if path.startswith("bin/") or text.startswith("#!"):
             words |= set(_WORD.findall(text))
-    known = {word for word in words if len(word) > 1 and not _is_here(word)}
+    known = {word for word in words if len(word) > 1 and not _is_preinstalled(word)}
     made.system |= {word for word in known if shutil.which(word)}
     for package, place in on_path:
         for word in known:
             made.files[package].setdefault(f"{place}/{word}", STAND_IN)
-    _take_sourced(checkout, texts.values(), made)
+    _add_sourced_files(checkout, texts.values(), made)
     _drop_directories(made)
     made.files.pop("bpm", None)
     hooks = {f"bin/{name}": _hook(name) for name in HOOKS}
@@ -199,7 +201,7 @@ def _is_monit(path: str) -> bool:
     return path == "monit" or path.endswith(".monit")
 
 
-def _reached(text: str) -> str:
+def _with_reachable_limits(text: str) -> str:
     """Return a monit file in which the limits for memory and CPU usage are so low that a stand-in can reach them."""
 
     def limit(found: re.Match[str]) -> str:
@@ -211,7 +213,7 @@ def _reached(text: str) -> str:
     return _USAGE.sub(limit, text)
 
 
-def _alone(path: str, text: str, known: set[str]) -> str:
+def _without_other_jobs(path: str, text: str, known: set[str]) -> str:
     """If a file is a monit file, remove dependencies on services of other jobs, because those are not deployed here.
 
     ``set daemon`` is removed as well, because monit applies it to the whole machine.
@@ -230,7 +232,7 @@ def _drop_directories(made: Plan) -> None:
 
 
 @functools.cache
-def _is_here(word: str) -> bool:
+def _is_preinstalled(word: str) -> bool:
     """Return True for a program that both this machine and every stemcell have."""
     place = shutil.which(word)
     return place is not None and (word in TOOLS or not _base() or str(Path(place).resolve().name) in _base())
@@ -375,7 +377,7 @@ def _substituted(text: str, values: dict[str, str]) -> str:
     return re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda found: values.get(found[1] or found[2], found[0]), text)
 
 
-def _take_sourced(checkout: Checkout, texts: Iterable[str], made: Plan) -> None:
+def _add_sourced_files(checkout: Checkout, texts: Iterable[str], made: Plan) -> None:
     """Add the files that scripts source, copied from the release if it contains a file with that name."""
     names = checkout.names()
     for text in texts:

@@ -164,7 +164,7 @@ def package_tree(target: Path, name: str, lock: str, program: str) -> None:
     # the interpreter, so copy the file only if it exists.
     if sysconfig.get_config_var("Py_ENABLE_SHARED") and shared.exists():
         shutil.copy(shared, python / "lib")
-        _look_beside(python / "bin", shared.parent)
+        _set_library_path(python / "bin", shared.parent)
     # Install the libraries next to the standard library, because every Python build searches that directory, even after
     # it was moved.
     library = python / "lib" / Path(sysconfig.get_path("stdlib")).name
@@ -188,7 +188,7 @@ def package_tree(target: Path, name: str, lock: str, program: str) -> None:
     subprocess.run([*compile_all, *arguments], check=True, env={"PYTHONHASHSEED": "0"}, stdout=sys.stderr)
 
 
-def _look_beside(programs: Path, where: Path) -> None:
+def _set_library_path(programs: Path, where: Path) -> None:
     """Change the library path of programs from the build's directory to ``../lib``, as chrpath does."""
     before, after = f"{where}\0".encode(), b"$ORIGIN/../lib\0"
     for path in programs.iterdir():

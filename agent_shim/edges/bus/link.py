@@ -306,7 +306,7 @@ class Link:
 
         Returns False on a timeout or the end of the connection.
         """
-        before, asked = self._answers, self._ask()
+        before, asked = self._answers, self._send_ping()
         ends: set[asyncio.Future[Any]] = {asked, self._ended}
         await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         return asked.done() and self._answers > before and not self.is_over
@@ -319,7 +319,7 @@ class Link:
         await asyncio.sleep(clock.until_beat(interval))
         while silent < unanswered:
             answers, messages = self._answers, self._messages
-            self._ask()
+            self._send_ping()
             await asyncio.sleep(clock.until_beat(interval))
             is_deaf = self._subscription is not None and self._subscription.pending_msgs > 0
             is_deaf = is_deaf and self._messages == messages
@@ -344,7 +344,7 @@ class Link:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _ask(self) -> asyncio.Task[None]:
+    def _send_ping(self) -> asyncio.Task[None]:
         """Send a ping after all queued data. The returned task ends when the answer arrives."""
         return self.begin(self._round_trip(), "bus ping")
 

@@ -166,7 +166,7 @@ def _word(match: re.Match[str], tokens: list[Token]) -> int:
             kind = "PATH" if word[0] == "/" else "STRING"
         tokens.append(Token(kind, word, *match.span()))
     elif kind == "include":
-        return _one(_PATTERN, "INCLUDE", match, tokens)
+        return _append_value(_PATTERN, "INCLUDE", match, tokens)
     elif kind:
         tokens.append(Token(kind, "", *match.span()))
     return match.end()
@@ -198,10 +198,10 @@ def _named(match: re.Match[str], tokens: list[Token]) -> int:
         subject = (match["type"] or "process").lower().replace("device", "filesystem")
         kind, mode = f"check {subject}", _NAME
     tokens.append(Token(kind, "", *match.span()))
-    return _one(mode, "NAME", match, tokens)
+    return _append_value(mode, "NAME", match, tokens)
 
 
-def _one(mode: _Mode, wanted: str, match: re.Match[str], tokens: list[Token]) -> int:
+def _append_value(mode: _Mode, wanted: str, match: re.Match[str], tokens: list[Token]) -> int:
     """Append the single value that is expected after ``match``. If there is none, the text is tokenised as usual."""
     text, at = match.string, match.end()
     kind = "skip"
@@ -240,7 +240,7 @@ def _longest(mode: _Mode, text: str, at: int) -> tuple[str, int]:
     return best
 
 
-def _single(match: re.Match[str], tokens: list[Token]) -> int:
+def _append_single_token(match: re.Match[str], tokens: list[Token]) -> int:
     """Append the token for a match of ``_TOKEN``. This function handles those alternatives of the pattern that yield
     exactly one token.
     """
@@ -264,7 +264,7 @@ def _single(match: re.Match[str], tokens: list[Token]) -> int:
 
 
 _TAKE: Final[Mapping[str, Callable[[re.Match[str], list[Token]], int]]] = {
-    **dict.fromkeys(("quoted", "mail", "url", "load", "share", "sign"), _single),
+    **dict.fromkeys(("quoted", "mail", "url", "load", "share", "sign"), _append_single_token),
     "start": _program,
     "stop": _program,
     "exec": _program,

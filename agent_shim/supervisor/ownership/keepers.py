@@ -252,12 +252,12 @@ class Keepers:
         A keeper also counts as killed if another program has connected to it. Such a keeper is still alive, so it is
         returned as well.
         """
-        lost = [self._lost[name] for name in self._lost_of(labels)]
+        lost = [self._lost[name] for name in self._lost_keepers_of(labels)]
         if lost:  # wait a moment, because a keeper's connection closes just before its processes get another parent
             await process.send_all({each.identity for each in lost}, 0, EXIT_WAIT_S)
         return await asyncio.to_thread(self._orphans, lost) if lost else []
 
-    def _lost_of(self, labels: Collection[str]) -> list[str]:
+    def _lost_keepers_of(self, labels: Collection[str]) -> list[str]:
         return [name for name in self._lost if keeper.label_of(name) in labels]
 
     def _orphans(self, lost: Collection[_Lost]) -> list[Left]:
@@ -272,7 +272,7 @@ class Keepers:
             each.identity
             for each in proc.table().values()
             if (each.is_alive and each.identity in keepers)
-            or (each.is_alive and each.pid not in ours and any(_may_be_of(each, one) for one in lost))
+            or (each.is_alive and each.pid not in ours and any(_may_have_been_below(each, one) for one in lost))
         )
 
     # --- termination --------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class Keepers:
         alive += [one for each in found for one in each]
         if orphans := await self.orphans(labels):
             return [*alive, *(each for each in orphans if each not in alive)]
-        self._forget(self._lost_of(labels))
+        self._forget(self._lost_keepers_of(labels))
         return alive
 
     async def trees(self, labels: Collection[str], roots: Collection[Identity]) -> list[Identity]:
@@ -332,7 +332,7 @@ class Keepers:
         return await asyncio.to_thread(lambda: left(one.identity for one in each.processes() if not each.is_lost))
 
 
-def _may_be_of(each: proc.Stat, lost: _Lost) -> bool:
+def _may_have_been_below(each: proc.Stat, lost: _Lost) -> bool:
     parents = (lost.parent,) if lost.parent else (1, os.getpid())
     return each.start_ticks >= lost.start and each.parent in parents
 
