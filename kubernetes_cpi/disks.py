@@ -246,7 +246,7 @@ def _properties(document: Mapping[str, Any]) -> DiskProperties:
 
 
 def _is_unused(claim: Object) -> bool:
-    """Return True if nothing has used or changed the claim since it was created."""
+    """Return True if nothing has used or changed the claim since it was created, and it is not being deleted."""
     annotations = claim["metadata"].get("annotations") or {}
     is_used = any(key in annotations for key in (names.HOLDER, names.DETACHED_FROM))
     is_told = any(key.startswith(names.METADATA) for key in [*annotations, *(claim["metadata"].get("labels") or {})])

@@ -19,15 +19,17 @@ HOPELESS: Final = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"}
     | {"RegistryUnavailable", "CreateContainerConfigError"}
 )
-"""Reasons of a waiting container that will not start until somebody intervenes."""
+"""Reasons in the status of a waiting container which mean that it will not start until somebody intervenes."""
 PASSING: Final = r"time-?out|timed out|connection (refused|reset)|eof|too ?many ?requests|429|50[0234]"
-"""Parts of image pull errors that may be temporary."""
+"""Matches image pull errors that may be temporary."""
 NEW_CLAIM: Final = r'persistentvolumeclaim "[^"]*" not found|unbound immediate PersistentVolumeClaims'
-"""Scheduler message about a claim that the scheduler has not seen yet or whose volume is still being created."""
+"""Matches the scheduler's message about a claim that the scheduler has not seen yet or whose volume is still being
+created.
+"""
 HOPELESS_CLAIM: Final = r'storageclass\S* "[^"]*" not found|no storage class is set'
-"""Event message about a claim that will never get a volume."""
+"""Matches an event message about a claim that will never get a volume."""
 ROOM: Final = "Insufficient|Too many pods|free ports|max volume count|anti-affinity"
-"""Scheduler message when all suitable nodes are full. This may change when other pods end."""
+"""Matches the scheduler's message that all suitable nodes are full. This may change when other pods end."""
 NEVER_ADMITTED: Final = frozenset({"SysctlForbidden", "AppArmor", "PodOSNotSupported", "UnexpectedAdmissionError"})
 """Reasons for which the kubelet rejects the pod permanently."""
 NEW_CLAIM_TIMEOUT_S: Final = 60
