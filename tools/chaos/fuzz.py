@@ -384,17 +384,19 @@ _PAIR: Final = {
     "private_key": _OURS.private_key,
 }
 _DEEP: Final = b'{"env":' + b"[" * 3000
-"""Found earlier: nested more deeply than the decoder allows."""
+"""Input of an earlier finding. It is nested more deeply than the decoder allows."""
 _HUGE: Final = b"processes: [{name: a, executable: b, limits: {memory: " + b"8" * 400 + b"}}]"
-"""Found earlier: a number outside the range of a float."""
+"""Input of an earlier finding. It contains a number outside the range of a float."""
 _MANY: Final = b";".join(b"%x:b" % number for number in range(10_000))
-"""Found earlier: each name was compared with all other names, which took quadratic time."""
+"""Input of an earlier finding. Each name was compared with all other names, which took quadratic time."""
 _DAMAGED: Final = _tar("w:gz")[:-8], _tar("w:gz")[:-8] + bytes(8), _tar("w:gz")[:3] + b"\xa1" + _tar("w:gz")[4:]
-"""Found earlier: isal ignored a wrong checksum and reserved flags, and zlib a missing checksum at the end."""
+"""Inputs of earlier findings. isal ignored a wrong checksum and reserved flags, and zlib a missing checksum at the
+end.
+"""
 _WIDE: Final = _tar("w")[:100] + b"\x80" + _tar("w")[101:]
 """A valid header with a mode that is encoded in base 256."""
 _FOLLOWED: Final = b"POST /a HTTP/1.1\r\nContent-Length: 4\r\n\r\nbodyGET /b HTTP/1.0\r\n\r\n"
-"""Found earlier: the first of two pipelined requests was parsed with the second request's method."""
+"""Input of an earlier finding. The first of two pipelined requests was parsed with the second request's method."""
 _METHODS: Final = tuple(
     _json({"protocol": 3, "method": method, "arguments": arguments, "reply_to": "director.a.b.c"})
     for method, arguments in (

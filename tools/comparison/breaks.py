@@ -16,7 +16,7 @@ from tests.support.machine import CODE
 from tools.comparison.judge import Verdict
 
 MODEL: Final = Path(__file__).with_name("model")
-"""A release with a single job, on which every phase has an effect."""
+"""Directory with a release whose single job is affected by every phase."""
 
 
 @dataclass(frozen=True)

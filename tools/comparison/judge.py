@@ -40,8 +40,8 @@ class Difference:
     is_survivor: bool = False
     """Whether a process outlived a stop or a restart under the Go agent but not under this agent."""
     is_started_twice: bool = False
-    """Whether a slow start program started exactly one process under this agent, but several or a late one under the Go
-    agent.
+    """Whether a slow start program started exactly one process under this agent, but none, several, or another one in a
+    later phase under the Go agent.
     """
     is_restarted_by_port: bool = False
     """Whether a port rule restarted a process under the Go agent."""

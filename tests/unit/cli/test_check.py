@@ -281,7 +281,7 @@ def test_check_of_a_valid_agent_json_says_what_the_agent_will_do(
 def test_check_rejects_a_misspelt_program_statement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, said: str
 ) -> None:
-    """To monit, the file is valid: it would run a program called ``progam``."""
+    """monit accepts most of these files, and would run a program called ``progam``."""
     (tmp_path / "monit").write_text(f"check process web with pidfile /x\n{line}\n")
 
     assert main(["check", str(tmp_path / "monit")]) == 78
