@@ -18,8 +18,6 @@ from agent_shim.host import process
 
 logger = logging.getLogger(__name__)
 
-MAX_REAPED: Final = 32
-"""Maximum number of children that are reaped in one iteration of the event loop."""
 PR_SET_CHILD_SUBREAPER: Final = 36  # include/uapi/linux/prctl.h
 
 
@@ -32,44 +30,24 @@ def reaping() -> Iterator[None]:
     loop = asyncio.get_running_loop()
     if not _subreaper(on=True):
         logger.warning("cannot adopt orphans: processes of a killed keeper go to process 1")
-    again: asyncio.Handle | None = None
-
-    def reap_on() -> None:
-        nonlocal again
-        again = None
-        if reap_some():
-            again = loop.call_soon(reap_on)
-
-    def child_ended() -> None:
-        if again is None:
-            reap_on()
-
-    loop.add_signal_handler(signal.SIGCHLD, child_ended)
+    loop.add_signal_handler(signal.SIGCHLD, _reap_all)
     # Do not warn when thousands of exits fill the loop's signal buffer, because one signal in the buffer is enough.
     signal.set_wakeup_fd(signal.set_wakeup_fd(-1), warn_on_full_buffer=False)
-    reap_on()
+    _reap_all()
     try:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGCHLD)
-        if again is not None:
-            again.cancel()
         _subreaper(on=False)
 
 
-def reap_some() -> bool:
-    """Reap a limited number of dead children. Return True if there may be more."""
-    for _ in range(MAX_REAPED):
-        try:
-            # Get the status first and reap the process afterwards, so that its pid cannot be reused before the status
-            # is delivered.
-            dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return False
-        if dead is None:
-            return False
-        process.reap(dead.si_pid)
-    return True
+def _reap_all() -> None:
+    """Reap all dead children, because one SIGCHLD may announce several."""
+    with contextlib.suppress(ChildProcessError):
+        # Get the status first and reap the process afterwards, so that its pid cannot be reused before the status is
+        # delivered.
+        while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            process.reap(dead.si_pid)
 
 
 def _subreaper(*, on: bool) -> bool:

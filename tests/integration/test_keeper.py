@@ -187,25 +187,6 @@ async def test_next_agent_finds_keepers_and_exits_that_it_missed(sockets: Path) 
     assert await keeper.find(sockets) == ([], {})
 
 
-async def test_keeper_start_error_names_the_directory_of_its_socket(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    place = tmp_path / "file/keepers"
-    why = f"^cannot run /bin/sh: cannot make a socket in {place}: Not a directory$"
-    with pytest.raises(HostError, match=why):
-        await keeper.start(place, "web", shell("exit"))
-
-
-async def test_keeper_without_children_waits_for_an_agent(sockets: Path) -> None:
-    first = await keeper.start(sockets, "brief", shell("read line; exit 7"))
-    first.close()
-
-    (second,), _ = await keeper.find(sockets)
-    assert (await second.wait()).status == 7
-    assert await second.is_childless_within(60)
-    second.release()
-    assert list(sockets.iterdir()) == []
-
-
 async def test_keeper_does_not_report_the_exit_of_an_earlier_process_with_the_same_pid(sockets: Path) -> None:
     kept = await keeper.start(sockets, "reuse", shell("sleep 0 & wait; exec sleep 1000"))
     program = kept.state.program
@@ -240,15 +221,6 @@ async def test_failed_keeper_start_names_the_step(sockets: Path, program: Progra
 
     assert str(caught.value) == text
     assert list(sockets.iterdir()) == []
-
-
-async def test_keeper_reports_a_missing_script_interpreter(sockets: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script"
-    script.write_text("#!/nowhere/sh\n")
-    script.chmod(0o755)
-
-    with pytest.raises(HostError, match=f"cannot run {script}: the interpreter that it names is missing"):
-        await keeper.start(sockets, "failing", Program([str(script)], {}))
 
 
 async def test_keeper_starts_a_program_with_the_requested_context(sockets: Path, tmp_path: Path) -> None:

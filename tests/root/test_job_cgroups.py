@@ -8,19 +8,6 @@ from agent_shim.host import job_cgroups
 
 pytestmark = pytest.mark.root
 
-FORKING = """
-import os, sys, time
-counter = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-while True:
-    try:
-        if os.fork() == 0:
-            os.write(counter, b".")
-            os._exit(0)
-        os.wait()
-    except BlockingIOError:
-        time.sleep(0.001)
-"""
-
 
 def test_cgroup_probe_leaves_no_cgroup_behind() -> None:
     """A remaining cgroup would make the next probe of the same process fail."""

@@ -29,26 +29,6 @@ def member(pid: int, start: int, state: str = "S", group: int = LEADER.pid) -> p
     return proc.Stat(pid, state, 1, group, 10, 0, start, 0)
 
 
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that records the receiver of each signal, such as ``group 7``."""
-    found: list[str] = []
-    monkeypatch.setattr(process, "send", lambda identity, _: found.append(f"process {identity[0]}"))
-    monkeypatch.setattr(os, "killpg", lambda group, _: found.append(f"group {group}"))
-    return found
-
-
-@pytest.mark.parametrize(("leads", "receiver"), [(True, f"group {LEADER.pid}"), (False, f"process {LEADER.pid}")])
-async def test_process_group_is_signalled_only_for_its_leader(
-    leader: Process, sent: list[str], leads: bool, receiver: str
-) -> None:
-    """A process that does not lead its group is signalled alone."""
-    one = Process(LEADER, None, leads=leads)
-    one.send_group(signal.SIGTERM)
-    one.release()
-    assert sent == [receiver]
-
-
 @pytest.mark.parametrize(("start", "is_alive"), [(1000, True), (1001, False)])
 async def test_process_without_a_pidfd_is_identified_by_its_start_time(
     leader: Process, monkeypatch: pytest.MonkeyPatch, start: int, is_alive: bool
