@@ -41,13 +41,14 @@ FAILED: Final = 1
 INTERRUPTED: Final = 128 + signal.SIGINT
 
 _LONG_FLAG: Final = re.compile(r"^-(?=[a-z]{2})")
-"""The single dash of a flag such as ``-output-directory``. Go's package flag accepts one dash or two."""
+"""Matches the single dash of a flag such as ``-output-directory``. Go's package ``flag`` accepts one dash or two."""
 
 DEFAULT_OUTPUT: Final = Path("/tmp")  # noqa: S108 - the Go agent's default; files are created there with random names and then renamed
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0 when all releases are compiled, 1 at the first failure, 2 for wrong flags, 130 after SIGINT or SIGTERM.
+    """Compile the given releases. Return 0 if all are compiled, 1 after the first failure, 2 for wrong flags, and 130
+    after SIGINT or SIGTERM.
 
     In all cases, compilation processes are terminated and unpacked files are removed.
     """

@@ -357,7 +357,9 @@ def _network(manifest: DeploymentManifest, instance: RenderedInstance, name: str
 
 
 def _evaluated(jobs: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """Return the files of each job. Raises ``ConfigError`` with a line for each template that fails."""
+    """Evaluate the templates, and return the resulting files of each job. Raises ``ConfigError`` with a line for each
+    template that fails.
+    """
     ruby = shutil.which("ruby")
     if ruby is None:
         raise ConfigError("cannot render templates: ruby is not installed (apt-get install ruby)")

@@ -48,7 +48,9 @@ class _Packages(msgspec.Struct):
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 as soon as all processes run, or 1 if they do not run in time. The container is kept in either case."""
+    """Run a release in a container. Return 0 as soon as all processes are running, or 1 after a timeout. The container
+    is kept in either case.
+    """
     tool = args.tool or next((each for each in TOOLS if shutil.which(each)), "")
     if not tool:
         raise ConfigError("cannot run a container: neither podman nor docker is installed")

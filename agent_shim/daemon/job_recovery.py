@@ -47,8 +47,8 @@ class RecoveryPace(msgspec.Struct, frozen=True):
 
 
 class JobRecovery:
-    """Recovers the jobs. ``begin`` is the boot step; ``run`` is the task that takes over if ``begin`` cannot finish.
-    ``alert`` is called with each new obstacle.
+    """Starts the jobs again after a restart of the container or the agent. ``begin`` is the boot step; ``run`` is the
+    task that takes over if ``begin`` cannot finish. ``alert`` is called with each new obstacle.
     """
 
     def __init__(self, agent: Agent, alert: Callable[[Event], None], *, pace: RecoveryPace = RecoveryPace()) -> None:

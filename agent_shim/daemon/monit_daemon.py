@@ -244,7 +244,7 @@ class MonitDaemon:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer the command ``monit`` and clients of its API (see ``supervisor.monit_api``)."""
+        """Answer a request from the command ``monit`` or from a client of monit's HTTP interface."""
         if asked := {"reload": self._reload, "quit": self._stop}.get(str(request.get("action"))):
             asked.set()
             found: dict[str, Any] = {"services": []}

@@ -275,7 +275,7 @@ class Runtime:
         return msgspec.json.encode(message)
 
     async def answer_monit(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer the command ``monit`` and clients of its API (see ``supervisor.monit_api``)."""
+        """Answer a request from the command ``monit`` or from a client of monit's HTTP interface."""
         obstacle = "" if self.phase == "running" else self.phase
         found = await monit_api.answer(self.agent.supervisor, request, obstacle=obstacle)
         return found | {"pid": os.getpid(), "uptime_secs": int(time.monotonic() - self._begun_at)}

@@ -1,4 +1,4 @@
-"""A small release with real servers, rendered for a directory tree below a scratch directory."""
+"""A small release with real servers. Its templates are rendered for a base directory in a scratch directory."""
 
 from __future__ import annotations
 

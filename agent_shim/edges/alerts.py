@@ -1,6 +1,7 @@
 """Alerts about processes, for the Health Monitor.
 
-Severities, titles and fields are those of the Go agent (``agent/alert/monit_adapter.go``), event names those of monit.
+Severities, titles and fields are the same as in the Go agent (``agent/alert/monit_adapter.go``). Event names are
+monit's.
 """
 
 from __future__ import annotations

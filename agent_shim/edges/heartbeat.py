@@ -1,8 +1,8 @@
 """Heartbeats to the Health Monitor, every 30 s and after each connection to the bus.
 
-The message is that of the Go agent (``agent/heartbeat.go``). The Health Monitor considers an agent dead after 60 s
-without a heartbeat, so a heartbeat waits only briefly for the vitals to be measured and otherwise contains the previous
-vitals. All other values are always current.
+The message has the same format as the Go agent's (``agent/heartbeat.go``). The Health Monitor considers an agent dead
+after 60 s without a heartbeat, so a heartbeat waits only briefly for the vitals to be measured and otherwise contains
+the previous vitals. All other values are always current.
 """
 
 from __future__ import annotations

@@ -158,7 +158,9 @@ class Metrics:
         self._rendering = asyncio.Lock()
 
     def action_done(self, method: str, outcome: str, seconds: float) -> None:
-        """Count an action with its ``outcome`` (done or failed), which is known ``seconds`` after the request."""
+        """Count an action with its ``outcome`` (done or failed). It took ``seconds`` from the request until it
+        finished.
+        """
         method = method if method in self._methods else OTHER
         self._actions.labels(method, outcome if outcome in OUTCOMES else OTHER).inc()
         self._durations.labels(method).observe(seconds)
@@ -255,7 +257,9 @@ def _of_bus(bus: BusReading) -> Iterator[Metric]:
 
 
 _DIRECTIONS: Final = ("get", "put", "upload", "download")
-"""Directions of blob transfers: get and put with the blobstore, upload and download with an HTTPS client."""
+"""Directions of blob transfers: the agent gets blobs from the blobstore and puts them there, while an HTTPS client
+uploads blobs to the agent and downloads them from it.
+"""
 _TRANSFERS: Final = tuple((direction, outcome) for direction in _DIRECTIONS for outcome in ("done", "failed"))
 ALERT_OUTCOMES: Final = ("sent", "dropped", "collapsed")
 """An alert was sent on the bus, was dropped in favour of newer ones while disconnected, or was suppressed as a
@@ -376,7 +380,9 @@ _counter = partial(_family, CounterMetricFamily)
 
 
 class Routes(msgspec.Struct, frozen=True):
-    """Answers by path. ``ready(level)`` (``jobs``, ``agent`` or ``boot``) returns the readiness and its reason."""
+    """Answers HTTP requests according to their path. ``ready(level)`` (``jobs``, ``agent`` or ``boot``) returns whether
+    the agent is ready, and why.
+    """
 
     render: Callable[[bool, bool], Awaitable[bytes]]
     ready: Callable[[str], tuple[bool, str]]

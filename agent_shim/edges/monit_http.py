@@ -45,7 +45,7 @@ MISSING: Final = 0x200
 FAILED: Final = 0x1000
 
 Ask: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
-"""Forwards a request to ``supervisor.monit_api``. The reply also has ``uptime_secs`` of the agent."""
+"""A function that forwards a request to ``supervisor.monit_api`` and adds the agent's ``uptime_secs`` to the reply."""
 
 Users: TypeAlias = Callable[[], Mapping[bytes, bool] | None]
 """Returns each user's ``user:password`` and whether the user may change services, or None if access is unrestricted.

@@ -65,8 +65,8 @@ class Mount(msgspec.Struct, frozen=True):
 def parse(table: bytes) -> list[Mount]:
     """Parse a mountinfo table, oldest mount first. Invalid lines are skipped.
 
-    A line is ``36 35 98:0 /root /point rw tag:1 ... - ext4 /dev/root rw``. A dash marks the end of the tags, whose
-    number varies.
+    A line looks like ``36 35 98:0 /root /point rw tag:1 ... - ext4 /dev/root rw``. The number of tags varies, so a dash
+    marks where they end.
     """
     found = []
     for line in table.split(b"\n"):

@@ -192,8 +192,8 @@ class Scripts:
         """Run ``bin/run`` of ``job``. Setting ``cancelled`` terminates the errand, whose exit code is then returned as
         usual.
 
-        If the output is too long for the reply, the reply lacks its middle, and the whole output is kept in a file
-        until the job's next errand.
+        If the output is too long for the reply, the middle of the output is left out there, and the whole output is
+        kept in a file until the job's next errand.
         """
         outputs = [self._paths.tmp / f"errand-{job}.{stream}" for stream in ("stdout", "stderr")]
         opened: list[int] = []

@@ -1,9 +1,9 @@
 """Finds the settings on disk, waits for them, reloads and caches them.
 
-The sources are the files that agent.json names, in this order, and then ``settings.json``, which is a copy of the last
-valid document. ``update_settings.json`` overlays the document of any source (settings/service.go of the Go agent). If
-no source is valid, the store waits, because CPIs write files after the container has started. An error is logged only
-once.
+The sources are the files that agent.json names, in the order given there, and then ``settings.json``, which is a copy
+of the last valid document. ``update_settings.json`` overlays the document of any source (settings/service.go of the Go
+agent). If no source is valid, the store waits, because CPIs write files after the container has started. An error is
+logged only once.
 
 The store also keeps the bus credentials from before the last rotation, in case the current ones are refused after a
 restart.

@@ -112,9 +112,7 @@ class Users:
                 await self._authorize("vcap", Path(home), "\n".join(keys))
 
     async def set_passwords(self, hashed: str, *, keep_root: bool) -> None:
-        """Set the password of vcap, and that of root unless ``keep_root`` is set, to the one with the crypt hash
-        ``hashed``.
-        """
+        """Store the crypt hash ``hashed`` as the password of vcap and, unless ``keep_root`` is set, of root."""
         users = ["vcap"] if keep_root else ["root", "vcap"]
         async with self._turn:
             with errors_as(f"cannot set the password of {' and '.join(users)}"):

@@ -82,7 +82,7 @@ class CtlLauncher:
             raise
 
     async def finish_stop(self, spec: ProcessSpec) -> None:
-        """Wait for a stop program that is still running. After its timeout, it is terminated."""
+        """Wait for a stop program that is still running, and terminate it after its timeout."""
         if (stopper := self._stopper) is None:
             return
         with contextlib.suppress(TimeoutError):

@@ -181,7 +181,9 @@ class Service:
         """The last stop request."""
         self._retry_at = 0.0
         self._least_delay = 0.0
-        """Minimum seconds before the next start, after a start whose process may still appear."""
+        """Minimum seconds before the next start. After a start that timed out, this is one cycle, because its process
+        may still appear.
+        """
         self._restarted_at: tuple[float, ...] = ()
         """Monotonic times of the last restarts, at most one per cycle."""
         self._asked_at = float("-inf")
@@ -682,8 +684,9 @@ class Service:
                 return
 
     def _delay(self) -> float:
-        """Return the delay before the next restart in seconds. It is 0 after the first failure in a row, and then
-        doubles with each failure, up to a limit.
+        """Return the seconds before the next restart. After the first failure in a row, there is no delay unless a
+        minimum applies. After the second, the delay is ``backoff_first``, and it doubles with each further failure, up
+        to a limit.
         """
         least = max(self._least_delay, (self.spec.absence_cycles - 1) * self._timing.cycle)
         if self.record.failures <= 1:

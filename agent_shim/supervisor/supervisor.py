@@ -129,8 +129,8 @@ class Supervisor:
         self._files: Sequence[JobFile] = ()
         self._planned: Sequence[plan.ProcessSpec] = ()
         self._memory: dict[str, ServiceRecord] = {}
-        """Records of services that are not in the current plan. An apply forgets all services, then configures them
-        again.
+        """Records of services that are not in the current plan. They are kept because an apply forgets all services and
+        then configures them again.
         """
         self._is_wanted = False
         self._starting: Sequence[Service] = ()

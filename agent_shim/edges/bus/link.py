@@ -345,7 +345,7 @@ class Link:
         return task
 
     def _send_ping(self) -> asyncio.Task[None]:
-        """Send a ping after all queued data. The returned task ends when the answer arrives."""
+        """Send a ping after all queued data. The returned task finishes when the answer arrives."""
         return self.begin(self._round_trip(), "bus ping")
 
     async def _round_trip(self) -> None:

@@ -35,8 +35,8 @@ MAX_REQUESTS: Final = 10_000
 PINGS: Final = 1000
 """Maximum number of pings that are answered in addition to ``MAX_REQUESTS``."""
 MAX_PING_BYTES: Final = 512
-"""Requests of up to this size may be pings. They are answered even if there are too many requests in progress, because
-those may take long, and the Director considers an agent lost if it does not answer pings.
+"""Requests of up to this size may be pings. Pings are answered even while too many other requests are in progress,
+because those requests may take long, and the Director considers an agent lost if it does not answer pings.
 """
 OF_A_DIRECTOR: Final = re.compile(rb'"reply_to" ?: ?"director\.[^"]*\.[0-9a-f-]{36}"')
 """Matches a reply subject that is unique to one request (``nats_rpc.rb``), so if the same bytes arrive again, they are

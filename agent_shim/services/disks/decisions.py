@@ -397,9 +397,9 @@ def unmount(view: View, cid: str) -> list[Step]:
 
 
 def begin_copy(view: View, old: str, new: str) -> list[Step]:
-    """Return the steps that prepare a copy of the disk on the store to the one on the migration target.
+    """Return the steps that have to precede copying the disk on the store to the disk on the migration target.
 
-    Empty cids stand for the disks mounted there. If the migration has already finished, there are no steps.
+    An empty cid stands for the disk that is mounted there. If the migration has already finished, there are no steps.
     """
     if _is_migrated(view, old, new):
         return []

@@ -35,14 +35,14 @@ from agent_shim.services.disks.mounting import Decision, DiskMounts, VolumeInUse
 logger = logging.getLogger(__name__)
 
 Copy = Callable[[Path, Path, Report], Awaitable[list[str]]]
-"""A function that copies the first directory to the second, reports progress, and returns what was lost
-(``bulk.copytree``).
+"""A function that copies the first directory to the second, reports progress, and returns descriptions of the
+attributes that could not be copied (``bulk.copytree``).
 """
 
 
 async def in_worker(source: Path, target: Path, report: Report) -> list[str]:
-    """Copy a directory in a worker process, because copying may take hours and may have to be killed. Return what was
-    lost. Raises ``ActionError`` with the worker's error.
+    """Copy a directory in a worker process, because copying may take hours and may have to be killed. Return
+    descriptions of the attributes that could not be copied. Raises ``ActionError`` with the worker's error.
     """
     return (await workers.work(CopyTree(str(source), str(target), sorted(OURS)), report=report)).losses
 
@@ -270,10 +270,10 @@ class Disks:
     # --- migrate ------------------------------------------------------------------------------------------------------
 
     async def migrate(self, old: str = "", new: str = "") -> None:
-        """Copy the disk on the store to the one on the migration target, and swap them.
+        """Copy the disk on the store to the disk on the migration target, and swap the two disks.
 
-        Empty cids stand for the disks mounted there. An interrupted migration starts over. If the migration has already
-        finished, nothing is done.
+        An empty cid stands for the disk that is mounted there. An interrupted migration starts over. If the migration
+        has already finished, nothing is done.
         """
 
         def report(progress: Progress) -> None:

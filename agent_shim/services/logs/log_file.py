@@ -43,8 +43,8 @@ class LogFile:
         return self._descriptor >= 0
 
     def open(self, *, at_end: bool = True) -> bool:
-        """Open the file, and read next from its end or, without ``at_end``, from its start. Return False if the file is
-        missing. Raises ``OSError`` if it must not be read.
+        """Open the file. The next read begins at its end or, without ``at_end``, at its start. Return False if the file
+        is missing. Raises ``OSError`` if the file must not be read, for example because it is a link.
         """
         try:
             self._descriptor = guarded.open_file(self.path, self._root)

@@ -89,7 +89,7 @@ class Findings(NamedTuple):
 
 
 class Rotation:
-    """Rotates the logs. ``spec_size`` returns the size in the deployed spec, or ""."""
+    """Rotates the logs of jobs. ``spec_size`` returns the size limit in the deployed spec, such as ``50M``, or ""."""
 
     def __init__(self, paths: Paths, limits: RotationLimits, spec_size: Callable[[], str]) -> None:
         self._root = paths.log

@@ -65,8 +65,8 @@ class Follower:
     """Follows the files of one job ("" for all jobs) below ``directory``. It blocks, so it is meant for a thread or a
     command.
 
-    With a ``rate`` (bytes per second) the excess of each file is skipped. Files are identified by their paths below the
-    directory, with surrogates for invalid UTF-8.
+    With a ``rate`` (bytes per second), anything that is written to a file faster than that is skipped. Files are
+    identified by their paths below the directory, with surrogates for invalid UTF-8.
     """
 
     def __init__(

@@ -66,7 +66,8 @@ class Unsafe(msgspec.Struct, frozen=True):
 
 
 class ProcessConfig(msgspec.Struct, frozen=True):
-    """One process. ``env`` overrides the defaults. An empty ``workdir`` is the job's directory.
+    """The definition of a process in bpm.yml. ``env`` overrides the default environment variables. An empty ``workdir``
+    is the job's directory.
 
     ``pre_start`` runs before the process, as root and outside the sandbox; "" means none. ``capabilities`` have no
     ``CAP_`` prefix. ``ephemeral_disk`` and ``persistent_disk`` grant access to ``data/JOB`` and ``store/JOB``.

@@ -216,7 +216,7 @@ class Check(_Placed, frozen=True):
     every: int = 1
     rules: tuple[Rule, ...] = ()
     passed_over: tuple[Match, ...] = ()
-    """Patterns from ``ignore match``: lines that match them are ignored by ``if match``."""
+    """Patterns from ``ignore match`` statements. ``if match`` rules ignore lines that match one of these patterns."""
     line: int = 0
 
 

@@ -421,7 +421,9 @@ TESTS: Final[Mapping[str, Reading]] = {
     "failed uid": Reading(_owned, PATHS | FILESYSTEM),
     "failed gid": Reading(_owned, PATHS | FILESYSTEM),
 }
-"""How to read a test, by the words after ``if``: two words if the first is in ``PAIRS``, otherwise one."""
+"""Maps the words after ``if`` to the function that reads the test. A key has two words if the first is in ``PAIRS``,
+otherwise one.
+"""
 
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "alert ADDRESS, noalert ADDRESS": "alerts go to the Health Monitor",

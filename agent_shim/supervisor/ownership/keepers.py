@@ -43,12 +43,12 @@ _RULES: Final = "rules of job "
 
 
 def script_label(job: str) -> str:
-    """Return the label of the scripts of a job (pre-start, post-start, drain …)."""
+    """Return the label of the keepers that run a job's scripts (pre-start, post-start, drain …)."""
     return f"{_SCRIPTS}{job}"
 
 
 def rule_label(job: str) -> str:
-    """Return the label of the programs that the rules of a job run (``then exec``)."""
+    """Return the label of the keepers that run the programs in a job's rules (``then exec``)."""
     return f"{_RULES}{job}"
 
 

@@ -197,7 +197,7 @@ class ProcessFinder:
         record.named_by = None
 
     async def gone(self, spec: ProcessSpec) -> Ending:
-        """Wait until the process exits or the path disappears, and return a value that describes this."""
+        """Wait until the process exits or the path disappears, and return how that happened."""
         if self.doubted is not None and self.process is None:
             return ending.NoPid()
         if spec.is_process:
