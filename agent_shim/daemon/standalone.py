@@ -61,8 +61,8 @@ class InstanceNames(msgspec.Struct, frozen=True):
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """The content of the directory: the spec in the form in which a Director would send it, and the paths of the jobs
-    and packages.
+    """The content of a spec directory: the spec in the form in which a Director would send it, and the paths of the
+    jobs and packages.
     """
 
     spec: ApplySpec
@@ -97,7 +97,7 @@ def write_settings(paths: Paths, directory: Path) -> Path:
 
 
 def read(directory: Path) -> Rendered:
-    """Read the directory. Blocks. Raises ``ActionError`` if it has no jobs or a name is invalid."""
+    """Read a spec directory. Blocks. Raises ``ActionError`` if it contains no jobs or a name is invalid."""
     found = {kind: _members(directory, kind) for kind in ("job", "package")}
     if not found["job"]:
         raise ActionError(f"cannot deploy {directory}: no job lies in {directory / 'jobs'}")

@@ -158,8 +158,9 @@ class _HttpConnection(asyncio.Protocol):
             self._send(refusal)
 
     def _read(self, data: bytes, *, is_over: bool) -> HttpResponse | None:
-        """Feed data to the parser. Answer the request if it is complete. If it is invalid, return the error response.
-        ``is_over`` means that the client has sent more data than a request may have.
+        """Feed data to the parser. If the request is then complete, begin to answer it. If the request is invalid,
+        return the error response, otherwise None. ``is_over`` means that the client has sent more data than a request
+        may have.
         """
         request = self._request
         try:

@@ -1,5 +1,5 @@
-"""Makes volumes that the container runtime mounted visible at a second path, with a bind mount or, where that is
-forbidden, a link.
+"""Makes volumes visible at a second path in addition to the path at which the container runtime has mounted them. This
+uses a bind mount or, where bind mounts are forbidden, a link.
 
 The volume itself, its mount and its propagation are never changed. Only mounts and links that were created here are
 removed. Everything blocks. Failures raise ``HostError`` with ``errno``.

@@ -243,7 +243,7 @@ async def _await_answers(service: Service, watch: _ServiceChecks) -> None:
 
 
 async def _ask_host(service: Service, spec: ProcessSpec) -> list[Numbered]:
-    """Send echo requests, then test the ports unless the host does not answer. Return the findings."""
+    """Send echo requests and, unless one of these tests fails, test the ports. Return the results."""
     rules = list(enumerate(spec.rules))
     echoes = [_echo(service, rule.test, number) for number, rule in rules if isinstance(rule.test, Echo)]
     findings = [each for found in await asyncio.gather(*echoes) for each in found]

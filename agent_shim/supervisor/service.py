@@ -618,7 +618,7 @@ class Service:
         return True
 
     async def _lost(self, how: Ending) -> None:
-        """Record an unexpected exit, and restart the process immediately unless there has to be a delay."""
+        """Record an unexpected exit. Restart the process immediately or, if a delay is due, after that delay."""
         record = self.record
         is_exit = not isinstance(how, NoPid)
         reason = await self._with_last_words(f"the process exited unexpectedly: {how}") if is_exit else str(how)

@@ -274,7 +274,7 @@ class Unclaim(msgspec.Struct, frozen=True):
 
 
 class Sync(msgspec.Struct, frozen=True):
-    """Flush all writes to a volume. Errors are only logged, because a broken volume must be unmounted too."""
+    """Flush all writes to a volume. Errors are only logged, so that a broken volume can be unmounted too."""
 
     volume: Path
 

@@ -169,7 +169,7 @@ class Follower:
 
 
 def stream(directory: Path, *, as_json: bool, out: TextIO) -> None:
-    """Write new log lines of jobs to ``out``, in a daemon thread because a slow reader may block the write."""
+    """Write new log lines of jobs to ``out``, in a daemon thread, because a slow reader may block the write."""
     # Do not use a buffered file. The thread would hold the buffer's lock while a write blocks, and the interpreter
     # needs that lock at exit.
     raw = open(out.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115 - for as long as the process lives

@@ -145,7 +145,7 @@ class ProcessFinder:
 
         monit follows the pidfile in each cycle. After a reload, the old process may run until its connections are
         closed, and it still belongs to the service. A process whose only relation to the service is the pidfile is
-        adopted only after the old process has ended.
+        adopted only after the old process has exited.
         """
         before, pidfile = self.process, process_record.read(spec.pidfile)
         found = await self._find(spec, record, pidfile)
