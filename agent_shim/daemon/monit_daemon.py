@@ -138,8 +138,8 @@ class MonitDaemon:
         return 0
 
     async def _serve_control_file(self) -> None:
-        """Serve the HTTP interface of the control file and supervise its jobs. After each reload request, read the
-        files again.
+        """Serve the HTTP interface that the control file configures, and supervise the jobs in its files. After each
+        reload request, read all these files again.
         """
         self._supervisor.hold()
         known = {} if await self._supervisor.recover() else await asyncio.to_thread(self._monitored_by_monit)

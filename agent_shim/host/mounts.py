@@ -47,8 +47,8 @@ changes by another kernel.
 class Mount(msgspec.Struct, frozen=True):
     """One line of mountinfo (proc(5)).
 
-    ``device`` is ``major:minor``, ``root`` the mounted part of the file system. ``options`` belong to this mount,
-    ``features`` to the file system (for example the controllers of a cgroup hierarchy).
+    ``device`` is ``major:minor``, and ``root`` is the mounted part of the file system. ``options`` belong to this
+    mount, while ``features`` belong to the file system (for example the controllers of a cgroup hierarchy).
     """
 
     number: int

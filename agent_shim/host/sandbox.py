@@ -81,7 +81,9 @@ def exec_spec(argv: Sequence[str], **members: object) -> sandbox_exec.ExecSpec:
 
 
 def launcher() -> list[str]:
-    """Return the command that reads a spec from the descriptor given as its last argument and executes its program."""
+    """Return a command to which the number of a descriptor has to be appended. The command reads a spec from that
+    descriptor and executes the program in the spec.
+    """
     return [sys.executable, "-I", "-S", "-c", _PROGRAM]
 
 

@@ -59,7 +59,7 @@ class Errand(msgspec.Struct, frozen=True):
 
 
 def drain_arguments(kind: str, current: ApplySpec, new: ApplySpec | None) -> list[str]:
-    """Return the drain script's arguments, which describe changes of job, configuration and packages
+    """Return the drain script's arguments, which describe changes to the job, its configuration and its packages
     (agent/script/drain/*_params.go).
 
     Raises ``ActionError`` for a ``kind`` other than ``shutdown`` and ``update``, and for an update without ``new``.

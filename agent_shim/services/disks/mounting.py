@@ -271,8 +271,9 @@ class DiskMounts:
     def _claim(self, step: decisions.Claim) -> None:
         """Record where a disk is mounted. Raises ``HostError`` if the next agent would not mount the disk there.
 
-        A disk on the store needs only one record, because the marker cannot be written to a full or read-only disk, nor
-        the other record to a full root file system. A disk on the migration target needs its marker.
+        For a disk on the store, one of the two records is enough, because the marker cannot be written if the disk is
+        full or read-only, and the other record cannot be written if the root file system is full. A disk on the
+        migration target needs its marker.
         """
         marker, unmarked = step.marker, None
         if not step.is_marked:

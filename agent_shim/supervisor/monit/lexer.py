@@ -1,9 +1,9 @@
 """Lexer of monit control files. Does no I/O.
 
 Follows monit 5.2.5, the version on every BOSH machine, and was tested against it. The longest match wins; of equally
-long matches, the first. Some keywords change the rules for the next token: ``check`` is followed by a name, and ``start
-"`` by the arguments of a program. Because the parser does not influence these rules, a text can be tokenised completely
-before it is parsed.
+long matches, the first one wins. Some keywords change the rules for the next token: ``check`` is followed by a name,
+and ``start "`` by the arguments of a program. Because the parser does not influence these rules, a text can be
+tokenised completely before it is parsed.
 """
 
 from __future__ import annotations
