@@ -38,7 +38,8 @@ class Launcher(Protocol):
         """Stop the process and wait until it has exited. ``running`` is None if the process is unknown.
 
         ``pid`` is passed to a stop program, ``is_ours`` says whether the process may be signalled, and ``by`` is the
-        monotonic time at which it is killed. Raises ``HostError``, and ``TimeoutError`` if the stop takes too long.
+        monotonic time at which the process is killed. Raises ``HostError``, and ``TimeoutError`` if the stop takes too
+        long.
         """
 
     async def last_words(self, spec: ProcessSpec) -> str:

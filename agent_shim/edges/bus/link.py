@@ -37,8 +37,8 @@ NEVER_S: Final = 10 * 365 * 24 * 3600
 """A very long interval, which turns off the timers of nats-py."""
 
 MAX_SUBJECT_BYTES: Final = 1024
-"""Maximum length of a subject. nats-server closes a connection that sends a line of more than 4096 characters
-(max_control_line).
+"""Maximum length of a subject. It is well below the line length of 4096 characters (max_control_line) above which
+nats-server closes a connection.
 """
 MAX_UNREAD_BYTES: Final = 8 * 1024 * 1024
 """Maximum number of bytes that a server may send without completing a message (1 MiB at most) or answering a ping.

@@ -1,8 +1,8 @@
-"""Disk requests of the Director: the asynchronous part of the disk service.
+"""Handles the Director's disk requests. This is the asynchronous part of the disk service.
 
 For each request, the service examines the disks, a function of ``decisions`` returns the necessary steps, and
-``mounting`` carries them out. Then the disks are examined again to verify the outcome. Each request examines the disks
-anew. Changes are made in the task lane, one request at a time. Failures raise ``ActionError`` or ``HostError``.
+``mounting`` carries them out. Then the disks are examined again to verify the outcome. Changes are made in the task
+lane, one request at a time. Failures raise ``ActionError`` or ``HostError``.
 """
 
 from __future__ import annotations
