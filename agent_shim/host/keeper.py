@@ -25,7 +25,7 @@ import signal
 import socket
 import urllib.parse
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -553,13 +553,6 @@ def release_all(directory: Path) -> None:
         with contextlib.suppress(OSError), _connect(directory / name) as connection:
             connection.send(b"release")
     files.remove_tree(directory)
-
-
-def owner(identity: tuple[int, int], keepers: Collection[Keeper]) -> Keeper | None:
-    """Return the keeper above a process, or None if there is none or the process is gone. Blocks for a short time."""
-    by_pid = {keeper.pid: keeper for keeper in keepers if keeper.pid}
-    found = proc.nearest(identity, by_pid)
-    return None if found is None else by_pid[found]
 
 
 def parse(packet: str) -> tuple[str, KeeperState]:

@@ -106,7 +106,7 @@ async def test_hidden_daemon_is_ended_with_its_keeper(sockets: Path) -> None:
     assert (await kept.wait()).status == 0
     (daemon,) = await until_below(kept, 1)
 
-    assert keeper.owner(daemon.identity, [kept]) is kept
+    assert proc.nearest(daemon.identity, [kept.pid]) == kept.pid
     assert await kept.end(grace=60)
 
     assert not kept.state.is_killing

@@ -222,7 +222,9 @@ class Keepers:
         """Return the keeper above a process, or None if there is none or the process is gone. For a keeper, return the
         keeper itself. Blocks for a moment while it reads /proc.
         """
-        return keeper.owner(identity, self._kept)
+        by_pid = {each.pid: each for each in self._kept if each.pid}
+        found = proc.nearest(identity, by_pid)
+        return None if found is None else by_pid[found]
 
     def owner(self, identity: Identity) -> str:
         """Return the label of the keeper above a process, or "" if there is none. Blocks for a moment while it reads

@@ -212,17 +212,6 @@ def test_own_cgroup_is_found(membership: str, table: bytes, version: int, memory
     assert found.cpu == cgroups.Hierarchy(version, tuple(map(Path, cpu)))
 
 
-MOUNTS = """\
-29 20 0:25 / /proc rw - proc proc rw
-30 20 0:26 / /cg/pids rw - cgroup cgroup rw,pids
-31 20 0:27 / /cg/unified rw - cgroup2 cgroup2 rw
-32 20 0:28 / /cg/cpu rw - cgroup cgroup rw,cpu
-33 20 0:29 / /cg/net rw - cgroup cgroup rw,net_cls,net_prio
-34 20 0:30 / /cg/freezer rw - cgroup cgroup rw,freezer
-35 20 0:31 / /cg/devices rw - cgroup cgroup rw,devices
-"""
-
-
 def test_last_of_several_mounts_on_a_mount_point_is_the_cgroup_hierarchy() -> None:
     """In systemd mode, Podman mounts the container's cgroup over the host's hierarchy at the same mount point."""
     table = mounts.parse(
