@@ -1,4 +1,6 @@
-"""Networks of a VM: the agent's settings, annotations and DNS settings of the pod, and Services for `vip` networks."""
+"""Converts a VM's networks into the agent's network settings, into annotations and the DNS configuration of the pod, and
+into Services for `vip` networks.
+"""
 
 from __future__ import annotations
 

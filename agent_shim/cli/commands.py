@@ -321,7 +321,7 @@ def _add_for_operators(command: Command) -> None:
     drain = command("drain", _drain, text)
     text = "seconds for all steps together (default: AgentShim.grace of agent.json)"
     drain.add_argument("--timeout", type=_seconds, metavar="S", help=text)
-    text = "if a drain is already running, end its scripts early, as process 1 does when it gets SIGTERM"
+    text = "if a drain is already running, end its scripts early, as PID 1 does when it gets SIGTERM"
     drain.add_argument("--hurry", action="store_true", help=text)
     _base_option(drain)
 

@@ -37,7 +37,7 @@ CONTAINERIZATION: Final = ("bosh_containerization", "quarks")
 
 STATEFUL_SET: Final = """\
 The instances start one after the other, as a Director updates them. There is no livenessProbe or startupProbe,
-# because process 1 restarts a dead agent, and a slow agent is no reason to end all jobs. The pod has a longer
+# because PID 1 restarts a dead agent, and a slow agent is no reason to end all jobs. The pod has a longer
 # terminationGracePeriodSeconds than the timeout of the preStop hook and the agent's grace (configmap.yaml)."""
 TEMPORARY: Final = "/tmp"  # noqa: S108 - the path of a mount
 

@@ -136,8 +136,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _checked(manifest: ReleaseManifest) -> ReleaseManifest:
-    """Return the manifest. Raises ``ConfigError`` for a release without sources, and for a name that would lead out of
-    its directory if it were used as a path.
+    """Return the manifest unchanged. Raises ``ConfigError`` if the release is compiled already, or if one of its names
+    cannot be used as a file name, for example ``../x``.
     """
     checked_name("release", manifest.name)
     checked_name("release with the version", manifest.version)

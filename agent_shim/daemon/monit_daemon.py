@@ -52,15 +52,17 @@ QUEUE: Final = "agent_shim.json"
 
 
 class MonitDaemonOptions(msgspec.Struct, frozen=True):
-    """The command line. ``http`` is the address of metrics and probes. Without ``has_bpm``, bpm is run like any other
-    program.
-    """
+    """The parsed command line."""
 
     control_file: Path
     paths: Paths
     http: str = "off"
+    """Address on which metrics and probes are served, or ``off``."""
     log_level: str = "info"
     has_bpm: bool = False
+    """True if agent_shim runs the processes of bpm.yml files itself. Otherwise the bpm of the release runs them, like any
+    other program that a monit file starts.
+    """
 
 
 def main(options: MonitDaemonOptions) -> int:

@@ -29,7 +29,7 @@ def reaping() -> Iterator[None]:
     """
     loop = asyncio.get_running_loop()
     if not _subreaper(on=True):
-        logger.warning("cannot adopt orphans: processes of a killed keeper go to process 1")
+        logger.warning("cannot adopt orphans: processes of a killed keeper go to PID 1")
     loop.add_signal_handler(signal.SIGCHLD, _reap_all)
     # Do not warn when thousands of exits fill the loop's signal buffer, because one signal in the buffer is enough.
     signal.set_wakeup_fd(signal.set_wakeup_fd(-1), warn_on_full_buffer=False)

@@ -533,11 +533,11 @@ class Bpm:
                 logger.warning("%s: ignoring, as bpm does, %s", path, key)
         return found
 
-    # --- memory -------------------------------------------------------------------------------------------------------
+    # --- memory limits ------------------------------------------------------------------------------------------------
 
     async def used(self) -> None:
-        """Wait until this agent or an earlier one has started a bpm.yml process. A start by an earlier agent is
-        recognised by the run directory, which then belongs to root.
+        """Wait until this agent or an earlier one has started a bpm.yml process, because there are no memory limits to
+        watch before that. A start by an earlier agent is recognised by the run directory, which then belongs to root.
         """
         with contextlib.suppress(OSError):
             if guarded.status(self._paths.sys / "run/bpm").st_uid in trusted_path.trusted_users():

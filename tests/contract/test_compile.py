@@ -270,7 +270,7 @@ async def test_a16_long_packaging_output_is_truncated_at_a_line_start(world: Loc
         ({"version": ""}, "cannot install the package p: it has no version"),
     ],
 )
-async def test_a16_other_compilation_failures_are_reported(
+async def test_a16_compile_package_reports_missing_blobs_wrong_digests_and_invalid_names(
     world: LocalAgent, change: dict[str, str], text: str | None
 ) -> None:
     blob_id, digest = source(world, "")

@@ -71,8 +71,8 @@ async def test_d5_null_digest_is_rejected(world: LocalAgent) -> None:
 
 
 async def test_invalid_digests_are_rejected_before_any_work(world: LocalAgent) -> None:
-    """Invalid digests are rejected even in requests that fetch no blob, such as an old DNS version or a spec without a
-    configuration hash.
+    """Invalid digests are rejected even if the request would not fetch the blob, such as `sync_dns` with an old version
+    or `apply` with a spec that has no configuration hash.
     """
     world.paths.dns_records.parent.mkdir(parents=True, exist_ok=True)
     world.paths.dns_records.write_text('{"version": 5, "records": []}')

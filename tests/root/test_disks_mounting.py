@@ -127,7 +127,8 @@ async def test_disk_resize_with_mounts_keeps_all_files(
     def happens() -> None:
         between(instance)
         if instance.paths.store.exists() and between is not nothing:
-            # The CPI writes every attached disk into the settings.
+            # A CPI that restarts the agent or recreates the container also lists the new disk in the settings. Under
+            # Warden, the disk is attached while the agent runs, and only the disk hint names it.
             instance.persistent["b"] = str(instance.volume("b"))
 
     # Some overlays do not support attributes that only root can set.

@@ -54,7 +54,7 @@ def tie(
     if pidfile == record.named_by or (found.identity == record.program and not is_fresh):
         return Tie.NONE, "its pidfile is older than the process"
     if found.pid == 1:  # a job that has no process may write 1 to its pidfile
-        return (Tie.NAMED, "") if is_fresh else (Tie.NONE, "it is process 1")
+        return (Tie.NAMED, "") if is_fresh else (Tie.NONE, "it is PID 1")
     if found.pid in keepers.pids or process.is_spawned(found.identity):
         return Tie.NONE, "it belongs to the agent"
     owner = keepers.owner(found.identity)

@@ -138,7 +138,7 @@ def test_pidfile_may_name_pid_1_after_a_start() -> None:
     record.begin((40, 900), OLDER)
 
     assert tie(keepers(), first, SPEC, record, NEWER)[0] is Tie.NAMED
-    assert tie(keepers(), first, SPEC, ProcessRecord(), NEWER) == (Tie.NONE, "it is process 1")
+    assert tie(keepers(), first, SPEC, ProcessRecord(), NEWER) == (Tie.NONE, "it is PID 1")
 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
