@@ -138,6 +138,9 @@ class _Blocks:
         self.tell, self.seek = stream.tell, stream.seek
 
     def read(self, size: int) -> bytes:
+        """Read for ``tarfile``, and check the data if it is a header. After an extended header, the next read returns
+        the data of that header.
+        """
         data: bytes = self._stream.read(size)
         if not self._is_header:
             self._is_header = True  # this block was the data of an extended header, so the next one is a header
@@ -257,6 +260,9 @@ class _UnpackedTree(msgspec.Struct):
         self.links[path] = member
 
     def hard_link(self, path: str, target: str) -> None:
+        """Create a hard link to ``target``, an entry unpacked earlier. If the target is a symlink, which ``finish``
+        creates, let it create a second one.
+        """
         self._vacate(path)
         if target in self.links:
             self.link(path, self.links[target])

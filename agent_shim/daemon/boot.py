@@ -286,7 +286,9 @@ async def _write_monit_user(paths: Paths, password: str) -> str | None:
 
 
 async def _restore_instance(agent: Agent) -> str | None:
-    """Load the spec. On a new root file system, restore its links and instance files."""
+    """Load the spec. On a new root file system, restore its links and instance files. Return why this was not necessary,
+    or None if it was done.
+    """
     spec = await agent.spec.load()
     if not agent.state_backup.root_is_new:
         return "the root file system is not new"

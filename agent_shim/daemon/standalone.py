@@ -146,6 +146,9 @@ def _version(tree: Path) -> str:
 def install(paths: Paths, targets: Mapping[Path, tuple[Kind, Path]]) -> None:
     """Install the jobs as copies and the packages as links in the directories of bundles. Blocks. Raises
     ``HostError``.
+
+    The package ``bpm`` is copied too, because the agent installs its own ``bin/bpm`` in it. Files whose names begin
+    with ``..`` are left out: the kubelet creates them in volumes.
     """
     for target, (kind, source) in targets.items():
         files.make_dir(target.parent, DIRECTORY_MODE[kind], paths.shared_owner)

@@ -123,7 +123,10 @@ def _title(service: Mapping[str, Any]) -> str:
 
 
 def words(service: Mapping[str, Any]) -> str:
-    """Return monit's status of a service, with a pending action after a dash."""
+    """Return monit's status text of a service. A pending action follows a dash.
+
+    ``phase`` is the state of the service's state machine, ``state`` the one that is reported to the Director.
+    """
     phase = service["phase"]
     if phase == "down":
         return "Execution failed" if service["reason"].startswith("cannot start") else "Does not exist"

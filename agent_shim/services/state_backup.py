@@ -139,7 +139,8 @@ class StateBackup:
         """If this is a new container, clear the run directory that its predecessor has left. Blocks on the disk.
 
         ``jobs_live`` returns True if a process of a job is alive in this container. ``former_holder`` is the agent that
-        held the volume before. Raises ``BootError`` if the state was written by a newer version.
+        held the volume before. Raises ``BootError`` if the state was written by a newer version. Without a backup, the
+        agent cannot know whether the container is new, so nothing is cleared.
         """
         here, copy = _read(self._paths.stamp), _read(self._copy_stamp)
         for stamp in (here, copy):

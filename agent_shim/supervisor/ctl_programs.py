@@ -46,7 +46,8 @@ _LIMIT_REFUSED: Final = re.compile(r".*\bulimit: .*(cannot modify limit|error se
 class Programs:
     """Runs start and stop programs as monit does (monit 5.2.5 spawn.c, env.c), each below a separate keeper.
 
-    Their output is written to one file per service in ``output``.
+    ``output`` has two files for each service: ``NAME.log`` with the output of the start program, and ``NAME~.log`` with
+    that of all other programs.
 
     The working directory of programs and scripts is an empty directory owned by root, because some of them change the
     owner of their working directory: stackdriver-nozzle in gcp-tools-release gives ``.`` to vcap (under runit, this is
@@ -144,8 +145,8 @@ class Programs:
         return next((line[-MAX_LAST_BYTES:] for line in reversed(lines) if _LIMIT_REFUSED.match(line)), "")
 
     async def printed(self, name: str) -> list[str]:
-        """Return the last lines that a service's programs have printed. Most programs print nothing, in which case no
-        thread is used.
+        """Return the last lines that a service's start program has printed. Most programs print nothing, in which case
+        no thread is used.
         """
         path = self._output / f"{name.replace('/', '_')}.log"
         with contextlib.suppress(OSError):

@@ -163,6 +163,7 @@ class RuleEngine:
     async def _step(self, checks: asyncio.TaskGroup) -> float:
         """Begin the tests that are due. Return the CPU seconds spent on reading all processes."""
         services = [each for each in self._services() if each.spec.rules]
+        # Keep the counts of services that are being restarted, and drop those of stopped services.
         before = self._watches
         kept = [each.name for each in services if each.state in REMEMBERED and each.name in before]
         self._watches = {name: before[name] for name in kept}

@@ -407,11 +407,12 @@ class _Arrival(asyncio.Protocol):
         self._hand_over = give
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Hand a duplicate of the socket over and abort asyncio's transport, which does not close the connection."""
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
-        caller = transport.get_extra_info("socket").dup()
+        duplicate = transport.get_extra_info("socket").dup()
         transport.abort()
-        self._hand_over(caller)
+        self._hand_over(duplicate)
 
 
 class _TooLargeError(Exception):

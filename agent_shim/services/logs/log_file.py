@@ -125,12 +125,16 @@ class LogFile:
         return not os.path.samestat(found, os.fstat(self._descriptor))
 
     def _begin_of_last(self, count: int) -> int:
-        size = self._place
-        lowest = max(0, size - MAX_TAIL_BYTES)
-        if not count or not size:
-            return size
-        wanted = count + (os.pread(self._descriptor, 1, size - 1) == b"\n")
-        at = size
+        """Return the offset at which the last ``count`` lines before the next read begin, but at most
+        ``MAX_TAIL_BYTES`` before that read.
+        """
+        end_offset = self._place
+        lowest = max(0, end_offset - MAX_TAIL_BYTES)
+        if not count or not end_offset:
+            return end_offset
+        # The line break at the end of the last line does not begin another line.
+        wanted = count + (os.pread(self._descriptor, 1, end_offset - 1) == b"\n")
+        at = end_offset
         while at > lowest:
             begin = max(lowest, at - guarded.CHUNK_BYTES)
             chunk = os.pread(self._descriptor, at - begin, begin)
