@@ -60,8 +60,8 @@ class MonitDaemonOptions(msgspec.Struct, frozen=True):
     """Address on which metrics and probes are served, or ``off``."""
     log_level: str = "info"
     has_bpm: bool = False
-    """True if agent_shim runs the processes of bpm.yml files itself. Otherwise the bpm of the release runs them, like any
-    other program that a monit file starts.
+    """True if agent_shim runs the processes of bpm.yml files itself. Otherwise the release's own bpm runs them, and is
+    itself run like any other program.
     """
 
 
