@@ -193,7 +193,7 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
         Step("name servers", as_root(resolver.write_servers, settings.name_servers)),
         Step("time servers", partial(_write_time_servers, paths, settings.ntp)),
         Step("temporary files", as_root(asyncio.to_thread, _make_temporary_files, paths)),
-        Step("out-of-memory kills", as_root(asyncio.to_thread, _kill_one_process)),
+        Step("out-of-memory kills", partial(asyncio.to_thread, _kill_one_process, paths)),
         Step("trusted certificates", authorities, late=True),
         Step("names of other instances", names),
         Step("leftovers of interrupted work", leftovers),
@@ -249,12 +249,16 @@ async def _write_time_servers(paths: Paths, servers: list[str]) -> str | None:
     return None
 
 
-def _kill_one_process() -> str | None:
+def _kill_one_process(paths: Paths) -> str | None:
     """Boot step: make the kernel kill only one process of this container when memory runs out, instead of the agent and
     all jobs. Return the reason if nothing was changed, or None.
 
-    This only works if the container's cgroup is writable, as in privileged pods.
+    This only works if the container's cgroup is writable, as in privileged pods. An agent that is not root can do it
+    too if the runtime has given it the cgroup (runc with ``cgroup_writable``), because the kernel lists the file in
+    /sys/kernel/cgroup/delegate.
     """
+    if not paths.is_system:
+        return "needs the base directory /var/vcap"
     try:
         if not cgroups.end_oom_group(cgroups.find()):
             return "already limited to one process"

@@ -21,6 +21,7 @@ from agent_shim.demo.pki import HEALTH_MONITOR
 from tests.support import jobs
 from tests.support.broker import NatsServer
 from tests.support.source import ROOT
+from tests.support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.vm
 
@@ -108,7 +109,7 @@ async def until_true(condition: Any) -> Any:
     """Wait until ``condition`` returns a true value, and return this value. Retries after ``OSError`` and
     ``ValueError``.
     """
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(TIMEOUT_S):
         while True:
             try:
                 found = condition()
@@ -180,7 +181,7 @@ async def guest(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
             async with director.on(server.peer()), monitor.on(server.peer(HEALTH_MONITOR)):
                 systemctl("start", UNIT)
                 try:
-                    await director.wait_until_ready(AGENT, timeout=120)
+                    await director.wait_until_ready(AGENT, timeout=TIMEOUT_S)
                     yield Guest(director, monitor, store)
                 finally:
                     await director.run(AGENT, "stop")
@@ -201,7 +202,7 @@ async def test_unit_restart_keeps_jobs_running(guest: Guest) -> None:
     assert systemctl("is-active", UNIT) == "active"
     assert Path(f"/proc/{first}/cgroup").read_text().strip() == f"0::/system.slice/{UNIT}/agent"
     systemctl("restart", UNIT)
-    await guest.director.wait_until_ready(AGENT, timeout=120)
+    await guest.director.wait_until_ready(AGENT, timeout=TIMEOUT_S)
     await until_true(guest.is_running)
 
     assert systemctl("show", "--value", "-p", "MainPID", UNIT) != first
@@ -265,7 +266,7 @@ async def test_jobs_return_after_the_whole_unit_was_killed(guest: Guest) -> None
     script = f"echo $$ >{GROUP}/agent/cgroup.procs; head -c 400M /dev/zero | tail -c 400M"
     eater = await asyncio.create_subprocess_exec("sh", "-c", script)
     assert await eater.wait() == -signal.SIGKILL
-    await guest.director.wait_until_ready(AGENT, timeout=120)
+    await guest.director.wait_until_ready(AGENT, timeout=TIMEOUT_S)
     await until_true(guest.is_running)
 
     assert systemctl("show", "--value", "-p", "MainPID", UNIT) != first

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
+
+import pytest
 
 from agent_shim.core.paths import Paths
 from agent_shim.daemon import boot
 from agent_shim.daemon.job_recovery import JobRecovery
-from agent_shim.host import files
+from agent_shim.host import cgroups, files
 from tests.support.world import world
 
 
@@ -96,3 +99,30 @@ async def test_boot_removes_leftovers_of_a_killed_agent(tmp_path: Path) -> None:
         await steps["leftovers of interrupted work"].run()
 
     assert [path for path in left if path.exists()] == []
+
+
+async def test_agent_without_root_clears_memory_oom_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container whose user is not root, the runtime may have given the cgroup to this user. Otherwise, the step
+    must report what an out-of-memory kill does.
+    """
+    group = tmp_path / "cgroup/memory.oom.group"
+    group.parent.mkdir()
+    group.write_text("1")
+    found = cgroups.Cgroup(memory=cgroups.Hierarchy(2, (group.parent,)))
+    async with world(tmp_path / "world") as made:
+        steps = {step.name: step for step in boot.steps(made.agent, JobRecovery(made.agent, made.events.append))}
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "geteuid", lambda: 1000)
+            patch.setattr(made.agent.paths, "is_system", True)
+            patch.setattr(cgroups, "find", lambda: found)
+            assert await steps["out-of-memory kills"].run() is None
+            assert group.read_text() == "0"
+
+            def refuse(_: cgroups.Cgroup) -> bool:
+                raise OSError(30, "Read-only file system")
+
+            patch.setattr(cgroups, "end_oom_group", refuse)
+            assert await steps["out-of-memory kills"].run() == (
+                "an out-of-memory kill ends all jobs, unless the kubelet has singleProcessOOMKill set: "
+                "Read-only file system"
+            )
