@@ -26,7 +26,7 @@ from tests.support.guest import LOCK, ROOT
 CACHE: Final = ROOT / ".arm64"
 SUITE: Final = "bookworm"
 PYTHON: Final = "3.11"
-"""The Python version of the suite."""
+"""The version of Python in the Debian release ``SUITE``."""
 PACKAGES: Final = (
     "acl attr bash bzip2 coreutils dash diffutils findutils gawk gcc git grep gzip iproute2 libc6-dev login mount "
     "openssh-client openssl passwd procps psmisc python3 python3-venv sed tar util-linux xz-utils zstd"
@@ -63,7 +63,9 @@ def main(arguments: list[str]) -> int:
 
 
 def enable_emulation() -> None:
-    """Let the kernel start arm64 programs in the emulator. A container has to mount ``binfmt_misc`` itself."""
+    """Let the kernel start arm64 programs in the emulator. Mount ``binfmt_misc`` first if it is not mounted, as in most
+    containers.
+    """
     if not (BINFMT / "register").exists():
         subprocess.run(["mount", "-t", "binfmt_misc", "binfmt_misc", BINFMT], check=True)
     if not (BINFMT / "qemu-aarch64").exists():
@@ -71,10 +73,10 @@ def enable_emulation() -> None:
 
 
 def _system() -> Path:
-    """Return the root file system. It is rebuilt every week to include security updates.
+    """Return the directory of the arm64 Debian system. It is rebuilt every week to include security updates.
 
-    Packages are only unpacked, because their installation scripts would take a quarter of an hour in the emulator. pip
-    installs the wheels for arm64 from outside for the same reason.
+    Packages are only unpacked, because their installation scripts would take a quarter of an hour in the emulator. For
+    the same reason, the arm64 wheels are installed by the host's pip.
     """
     key = hashlib.sha256("\0".join([SUITE, PACKAGES, LOCK.read_text(), time.strftime("%Gw%V")]).encode()).hexdigest()[
         :16
@@ -99,7 +101,7 @@ def _system() -> Path:
 
 
 def _copy_project(project: Path) -> None:
-    """Copy the files that git tracks or would add."""
+    """Copy this project's files, namely those that git tracks or would add, to ``project``."""
     shutil.rmtree(project, ignore_errors=True)
     project.mkdir()
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

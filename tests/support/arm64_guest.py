@@ -1,9 +1,10 @@
 """A completely emulated arm64 machine that runs the root file system of a stemcell like a container.
 
-The emulator of ``arm64.py`` cannot run keepers, but this machine has its own Linux kernel. Kernel and initrd are
-Debian's. The only disk contains the files of the stemcell, and PID 1 is a small script that first starts the stemcell
-in new namespaces, as a container runtime does, and then runs the commands of a test. The machine reaches programs that
-listen on the host's loopback interface at the address ``HOST``. Needs root.
+Keepers cannot run in the emulator that ``arm64.py`` uses, because it emulates only programs. They can run here, because
+this machine has its own Linux kernel, which comes from Debian. The only disk contains the files of the stemcell, and
+PID 1 is a small script that first starts the stemcell in new namespaces, as a container runtime does, and then runs the
+commands of a test. The machine reaches programs that listen on the host's loopback interface at the address ``HOST``.
+Needs root.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Machine:
 async def running(disk: Path, blobs: Path, log: Path) -> AsyncIterator[Machine]:
     """Run a machine for the duration of the block, which begins when the container has been started.
 
-    Changes of the disk are lost. ``blobs`` is a directory of the host that the machine shares. The output of the kernel
+    Changes to the disk are lost. ``blobs`` is a directory of the host that the machine shares. The output of the kernel
     and of the container is written to ``log``.
     """
     kernel, socket = _kernel(), log.with_suffix(".socket")
@@ -144,7 +145,7 @@ async def running(disk: Path, blobs: Path, log: Path) -> AsyncIterator[Machine]:
 
 
 def make_disk(root: Path, disk: Path) -> Path:
-    """Make a disk from a directory with the root file system of a stemcell, and return it."""
+    """Create a disk image from ``root``, a directory with a stemcell's root file system. Return the image's path."""
     (root / "process-1").write_text(_PROCESS_1)
     (root / "process-1").chmod(0o755)
     subprocess.run(["mkfs.ext4", "-q", "-d", root, disk, "2G"], check=True)
@@ -152,7 +153,7 @@ def make_disk(root: Path, disk: Path) -> Path:
 
 
 def _kernel() -> Path:
-    """Return a directory with kernel and initrd. They are rebuilt every week to include security updates.
+    """Return a directory with a kernel and an initrd. They are rebuilt every week to include security updates.
 
     Debian's own initrd is not used, because generating it in the emulator takes an hour.
     """

@@ -29,7 +29,7 @@ ATTACKERS: Final[Mapping[str, str]] = {
 
 @cache
 def attacks() -> Mapping[str, set[str]]:
-    """Return every attack that a test or a chaos case performs, with the names of the tests.
+    """Map every attack that a test or a chaos case performs to the names of those tests and cases.
 
     The source files are parsed, not imported.
     """

@@ -1,4 +1,4 @@
-"""A server on the control socket that sends prepared replies instead of an agent's."""
+"""A server on the control socket that sends prepared replies in place of an agent."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ CORPUS = Path(__file__).resolve().parents[1] / "data/corpus"
 
 @dataclass(frozen=True)
 class CorpusEntry:
-    """A file of the corpus, with the verdict of the program for which it was written."""
+    """A file of the corpus. ``verdict`` says whether the original program (monit or bpm) accepts the file."""
 
     file: str
     text: str

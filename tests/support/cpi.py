@@ -156,7 +156,7 @@ WARDEN_WITH_SYSTEMD: Final = CpiTraits(
     finish="umount /etc/hosts || true",
 )
 """bosh-lite's variant. PID 1 is the image's own systemd, the settings are streamed in after systemd has started, and
-Garden's hosts file is unmounted late.
+Garden's bind mount at ``/etc/hosts`` is removed only when the agent is already running.
 """
 LXD: Final = CpiTraits(
     name="LXD",
@@ -201,7 +201,8 @@ OURS: Final = CpiTraits(
     place=f"{manifests.DISKS_AT_CREATION}/{{cid}}",
     is_hint_an_object=True,
 )
-"""Disks have the same path in the container, whether they exist when the VM is created or are only reserved then."""
+"""A disk has the same path in the container whether it existed before the VM, or was reserved when the VM was created.
+"""
 OURS_LIVE: Final = CpiTraits(
     name="our Kubernetes CPI, live",
     settings=OURS.settings,

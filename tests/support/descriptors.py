@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def none_free() -> Iterator[Callable[[], bool]]:
-    """Lower the limit for file descriptors to 200 during the block, and use up all that are free.
+    """Lower this process's limit for file descriptors to 200 during the block, and open files until no descriptor is
+    free.
 
-    The result is a function that uses up those that this process has closed in the meantime, and returns True.
+    Yields a function that opens files again, in case this process has closed some descriptors since then, and returns
+    True.
     """
     taken: list[int] = []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

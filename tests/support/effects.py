@@ -186,7 +186,9 @@ class Effects:
         assert not self._is_there(self.paths.store_migration_target, old)
 
     def _is_there(self, place: Path, cid: str) -> bool:
-        """Return True if a disk is mounted or linked at ``place``, which the agent's marker on the disk shows."""
+        """Return True if the disk ``cid`` is mounted or linked at ``place``. The agent's marker file on each disk
+        contains its cid.
+        """
         if place.is_symlink():
             place = self._seen(place)
         marker = place / ".agent_shim/disk.json"
@@ -198,11 +200,15 @@ class Effects:
         return job in self._names(self.paths.jobs) and (self._seen(self.paths.jobs / job) / "bin" / name).exists()
 
     def _hooks(self) -> list[str]:
-        """Return the scripts of the recorded deployment's job that have run, as they have logged it."""
+        """Return the lines that the hook scripts of the recorded deployment's job have logged, one for each run of a
+        script.
+        """
         return (self.paths.log / "web/hooks.log").read_text().splitlines()
 
     def _seen(self, link: Path) -> Path:
-        """Resolve an absolute symlink as inside the machine, and return the target's path as seen from outside."""
+        """Resolve an absolute symlink as a process inside the machine would, and return the target's path as seen from
+        outside.
+        """
         return self.machine.root / str(link.readlink()).lstrip("/")
 
     def _in_use(self, links: Path) -> set[str]:

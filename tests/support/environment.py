@@ -99,8 +99,8 @@ async def environment(
 ) -> AsyncIterator[Environment]:
     """Run an environment whose bus accepts ``AGENT``.
 
-    Containers connect to ``address``, which need not exist yet. The bus listens there or, if it is an address of
-    another network, on ``listen``.
+    Containers connect to ``address``, which need not exist yet. The bus listens on that address, or on ``listen`` if
+    ``address`` belongs to another network.
     """
     authority = Authority()
     pair = authority.server(hosts=("127.0.0.1", address))

@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
 
 @dataclass
 class Fleet:
-    """The machines by agent ID. When the ``fleet`` block exits, all of them are ended."""
+    """The machines by agent ID. They are all killed when the ``fleet`` block exits."""
 
     scratch: Path
     server: NatsServer

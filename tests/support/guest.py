@@ -6,7 +6,7 @@ clocks.
 runs a command as root on a copy of this project in the guest, and exits with the command's exit code. The CPU is
 emulated, so the guest needs no virtualization support and affects nothing on the host. It has no network. Files are
 copied in as a tar archive on one disk, and copied out as a tar archive on another. With ``--image``, the files of our
-image are on a third disk, which is mounted at ``/image``, and podman in the guest can run containers of them.
+image are on a third disk, which is mounted at ``/image``, so that podman in the guest can run containers from them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PACKAGES: Final = (
     "podman procps python3 python3-venv strace sudo systemd tini udev util-linux"
 )
 IMAGE: Final = Path("/image")
-"""The files of our image in the guest."""
+"""The directory in the guest at which the files of our image are mounted."""
 LOCK: Final = ROOT / "requirements/dev.lock"
 PLATFORMS: Final = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 28, 34)))
 PLACE: Final = "/opt/agent_shim"

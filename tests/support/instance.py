@@ -108,8 +108,9 @@ class RunningAgent:
     def beside(self) -> Path:
         """The directory for pidfiles of programs that the command runs alongside the agent.
 
-        The processes that its ``*.pid`` files name are measured together with the agent. Its file ``group`` contains
-        the ID of a process group that survives when the agent is killed or restarted. That group is killed at the end.
+        The processes named in the directory's ``*.pid`` files are measured together with the agent. The file ``group``
+        contains the ID of a process group that survives when the agent is killed or restarted, and that is killed at
+        the end.
         """
         return self.scratch / "beside"
 
@@ -120,7 +121,8 @@ class RunningAgent:
     def own_memory(self) -> float:
         """Return the private dirty memory of the agent and of the programs that run alongside it, in MB.
 
-        Differences between two such values are meaningful. PSS depends on other processes as well.
+        Unlike PSS, this value does not depend on other processes, so the difference between two measurements is
+        meaningful.
         """
         return sum(map(own_memory, self.together()))
 
@@ -231,8 +233,8 @@ class RunningAgent:
         return status, out.read_text()
 
     def end_what_is_beside(self) -> None:
-        """Kill the programs that run alongside the agent. The agent must have ended, because it would restart the
-        jobs.
+        """Kill the programs that run alongside the agent. The agent must have exited before, because otherwise it would
+        restart the jobs.
         """
         with suppress(FileNotFoundError, ProcessLookupError):
             os.killpg(int((self.beside / "group").read_text()), signal.SIGKILL)

@@ -23,9 +23,10 @@ Told = dict[str, Any]
 async def killed(
     stand: Stand, number: int, who: str, places: Sequence[Path], work: Callable[[], Awaitable[None]]
 ) -> Told:
-    """Kill a process when ``work`` makes call number ``number`` that changes a file below ``places``.
+    """Kill the agent or its children (``who``, see ``tracer.py``) at the ``number``-th system call that changes a file
+    below ``places`` during ``work``.
 
-    Return the tracer's report once the agent is running again. ``work`` may have failed or may be incomplete.
+    Return the tracer's report once the agent is running again. ``work`` may have failed or may still be unfinished.
     """
     pid = stand.pid
     async with tracing(pid, number, who, places) as lines:
@@ -57,7 +58,9 @@ async def recorded(stand: Stand, places: Sequence[Path], work: Callable[[], Awai
 
 
 async def _end_workers(pid: int) -> None:
-    """End idle workers, because the tracer does not follow workers that were started before the tracer."""
+    """Kill the agent's idle workers. The tracer follows only those children of the agent that are forked after it has
+    attached, so the agent has to start new workers.
+    """
     while workers := [child for child in _children(pid) if b"agent_shim.bulk.worker" in _command_line(child)]:
         for worker in workers:
             with contextlib.suppress(ProcessLookupError):
@@ -96,9 +99,10 @@ async def tracing(pid: int, number: int, who: str, places: Sequence[Path]) -> As
 
 
 async def sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int, int]:
-    """Kill at every ``step``-th call until two consecutive call numbers are not reached.
+    """Run ``point`` for every ``step``-th call number, to kill the agent at that call, until two runs in succession end
+    before their call.
 
-    A single unreached number does not suffice, because the number of calls differs by one or two between runs.
+    One such run does not suffice, because the number of calls differs by one or two between runs.
 
     Return the number of kills and the number of the last call.
     """
@@ -114,10 +118,10 @@ async def sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int
 
 
 async def tidied(places: Sequence[Path], where: str) -> None:
-    """Check that no half-written file remains.
+    """Check that no half-written file has been left behind.
 
-    A file that is still being written does not count. Each write uses a new temporary name, so that file's name soon
-    disappears.
+    The temporary files found at first must disappear within 5 s. Files that appear later are ignored, because each
+    write uses a new temporary name and they belong to writes that are still in progress.
     """
 
     def left() -> set[Path]:

@@ -45,7 +45,9 @@ LIMITS: Final = (
         "further lines are dropped and counted",
     ),
 )
-"""The limited quantity, the constant with its limit, and what happens beyond the limit."""
+"""For each limit: the quantity that is limited, the name of the constant that contains the limit, and what happens when
+the limit is exceeded.
+"""
 
 
 def table() -> str:

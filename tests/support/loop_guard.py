@@ -1,10 +1,11 @@
-"""A check of agents under test, which reports each callback that blocks the event loop for more than 50 ms.
+"""Reports each callback that blocks the event loop of an agent under test for more than 50 ms.
 
-Wall time proves little on a busy machine, so it only triggers the check, which then uses two values from the kernel:
-the thread's CPU time, and its sleep time, which is wall time minus CPU time minus the time that it waited for a CPU
-(schedstat). Sleep counts only if a second thread, which checks every 10 ms, saw the loop's thread asleep in a system
-call. Two kinds of sleep do not count, because their length depends on other threads that wait for a CPU: waiting for
-the GIL, and reading ``/proc``, which takes kernel locks. Sleep is also ignored if pages were read from a disk.
+A callback whose wall time is longer is not reported for that alone, because on a busy machine it may only have waited
+for a CPU. Instead, it is reported if its CPU time exceeds the limit, or if its sleep time does. Sleep time is the wall
+time minus the CPU time and minus the time spent waiting for a CPU (schedstat). It counts only if a second thread, which
+checks every 10 ms, saw the loop's thread asleep in a system call. Two kinds of sleep do not count, because their length
+depends on other threads that wait for a CPU: waiting for the GIL, and reading ``/proc``, which takes kernel locks.
+Sleep is also ignored if pages were read from a disk.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LIMIT_S: Final = 0.05
 LOOK_S: Final = 0.01
 """Interval at which the second thread checks for callbacks that have been running for two intervals."""
 READ, FUTEX = ("63", "98") if os.uname().machine == "aarch64" else ("0", "202")
-"""Numbers of the system calls that read a file and wait for a lock."""
+"""The numbers of the system calls ``read`` and ``futex``."""
 RUNTIME_BYTES: Final = 1 << 20
 """Upper limit for the size of the interpreter's state, which contains the GIL."""
 
@@ -109,8 +110,8 @@ def judge(before: _Clock, after: _Clock, seen: str) -> str:
 
 
 def install(reports: Path | None = None) -> None:
-    """Guard all event loops of this process from now on. Each violation is logged, and written to a file in
-    ``reports``.
+    """Check the callbacks of all event loops of this process from now on. Each violation is logged, and written to a
+    file in ``reports``.
     """
     if _installed:
         return
@@ -145,7 +146,7 @@ def install(reports: Path | None = None) -> None:
 
 
 def remove() -> None:
-    """Remove the guard."""
+    """Stop checking callbacks, and restore the functions that ``install`` has replaced."""
     if _installed:
         setattr(asyncio.Handle, "_run", _installed.pop())  # noqa: B010
         _installed.pop().over.set()
@@ -161,8 +162,9 @@ class _Callback:
     def __init__(self) -> None:
         self.begun_at = 0.0
         self.is_spawning = False
-        """True while a program or thread is being started. ``_SleepFinder`` must not record this kind of sleep, because
-        it would later be taken for the cause of a wait for the GIL.
+        """True while a program or thread is being started. ``_SleepFinder`` must not record this sleep, which is
+        allowed. If the callback later waited for the GIL, which is allowed too, the recorded sleep would be reported as
+        the place where it was blocked.
         """
         self.seen = ""
 
@@ -207,7 +209,9 @@ class _SleepFinder(threading.Thread):
 
 
 def _sleep(native: int, locks: range) -> str:
-    """Return the number of the system call in which a thread sleeps, or "" if it waits for other threads."""
+    """Return the number of the system call in which a thread sleeps, or "" if it is not asleep or if this kind of sleep
+    does not count (reading ``/proc``, waiting for the GIL).
+    """
     try:
         state = Path(f"/proc/self/task/{native}/stat").read_text().rpartition(")")[2].split()[0]
         call, *arguments = Path(f"/proc/self/task/{native}/syscall").read_text().split()
@@ -220,8 +224,8 @@ def _sleep(native: int, locks: range) -> str:
 
 
 def _locks_of_the_interpreter() -> range:
-    """Return the address range of the interpreter's state. If the interpreter does not export its symbol, return all
-    addresses.
+    """Return the address range of the interpreter's state, in which the GIL's locks are. If the interpreter does not
+    export the symbol ``_PyRuntime``, return all addresses, so that every wait for a lock counts as a wait for the GIL.
     """
     import ctypes  # Imported late, because only guarded agents need this module.
 

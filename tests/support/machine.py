@@ -174,10 +174,11 @@ def machine(
 def revealing(scratch: Path, seen: Path) -> tuple[str, str, str]:
     """Return shell commands that keep ``NEEDED`` readable for every user of a new mount namespace.
 
-    Directories that only root can enter are covered with open ones, and may have contained ``NEEDED``. The result
-    consists of the directories to cover, the commands to run before that, and the commands to run afterwards. The
-    former bind-mount ``NEEDED`` read-only below ``scratch``. The latter bind-mount it from there to its original path,
-    when ``scratch`` is at ``seen``.
+    If one of these paths lies below a directory that only root can enter, the caller covers that directory with a new
+    one, which every user can enter. The result consists of three strings: the directories to cover, the commands to run
+    before they are covered, and the commands to run afterwards. The first commands bind-mount ``NEEDED`` read-only
+    below ``scratch``. Afterwards ``scratch`` must be at ``seen``, from where the other commands bind-mount ``NEEDED``
+    to its original path.
     """
     places = [path for path in NEEDED if not path.is_relative_to("/usr")]
     closed = {str(up) for path in places for up in path.parents if not up.stat().st_mode & stat.S_IXOTH}
@@ -194,7 +195,7 @@ def revealing(scratch: Path, seen: Path) -> tuple[str, str, str]:
 def _make_users(etc: Path) -> None:
     """Create the users and groups of a stemcell in a copy of /etc.
 
-    Existing entries with the same ids or names are removed, and so are all home directories.
+    Existing entries with the same ids or names are removed. All other users get a home directory that does not exist.
     """
 
     def others(file: str, column: int) -> list[list[str]]:

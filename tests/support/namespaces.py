@@ -22,7 +22,9 @@ FATAL: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, si
 
 
 def enter(module: str, arguments: Sequence[str], *, network: bool = False) -> None:
-    """Re-exec as ``python -m MODULE ARGUMENTS`` in new mount and PID namespaces. Needs root."""
+    """Re-exec as ``python -m MODULE ARGUMENTS`` in new mount and PID namespaces. Does nothing in a process that is not
+    root, or that is already in such a namespace.
+    """
     if os.geteuid() != 0 or INSIDE in os.environ:
         return
     descriptor, signals = tempfile.mkstemp(prefix="agent-shim-chaos-signals-")

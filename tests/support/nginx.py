@@ -4,7 +4,7 @@ Blobs are stored in ``store/XX/ID``. Below ``/``, the user ``agent`` may GET and
 ``/signed/`` no password is needed, but a link is valid only for one method, one blob and a limited time.
 
 The Director's nginx verifies links with an HMAC module that Debian does not package. Here, a module that is part of
-nginx verifies links, with the same arguments in the same order.
+nginx verifies them instead, with a hash over the same arguments in the same order.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def own_cgroups(kind: str) -> Iterator[list[tuple[Path, Path]]]:
 
 
 def joining(directories: list[tuple[Path, Path]], argv: list[str]) -> list[str]:
-    """Return a command that moves its own process into these cgroups and then runs ``argv``. It fails if it cannot
-    move.
+    """Return a command that moves its own process into these cgroups and then executes ``argv``. If the process cannot
+    be moved, the command fails.
     """
     join = "".join(f"echo 0 >{ours}/cgroup.procs && " for ours, _ in directories)
     return ["sh", "-c", f'{join} exec "$@"', "sh", *argv]

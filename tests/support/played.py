@@ -114,7 +114,7 @@ class SimulatedMachine:
     ran: list[tuple[float, str]] = field(default_factory=list)
     """Time and event of each program that has run."""
     graces: list[float] = field(default_factory=list)
-    """Grace period in seconds of each call that kills what is left."""
+    """Grace period in seconds of each call that kills leftover processes."""
 
     @property
     def is_there(self) -> bool:

@@ -49,7 +49,7 @@ def end(entered: subprocess.Popen[bytes], number: signal.Signals = signal.SIGTER
 
 
 def _cable(pid: int, gateway: str) -> None:
-    """Connect the network namespace of a process to the current one with a veth pair. The end here has the address
+    """Connect the network namespace of a process to the current one with a veth pair. The local end has the address
     ``gateway``.
 
     The pair disappears when the process's namespace does.
@@ -70,8 +70,8 @@ class PodInstance:
     """An instance whose container can be replaced.
 
     ``disks`` are the cids of attached volumes. With ``keeps_root`` all containers use the same root file system.
-    ``prefix`` is put in front of the agent's command line. ``seen`` maps paths inside the containers to more
-    directories that are mounted there.
+    ``prefix`` is put in front of the agent's command line. ``seen`` maps paths inside the containers to additional
+    directories, which are mounted at those paths.
     """
 
     def __init__(self, scratch: Path, server: NatsServer, director: Director, cpi: CpiTraits | None = None) -> None:
@@ -86,8 +86,7 @@ class PodInstance:
         self.http = "off"
         self.shim: dict[str, Any] = {}
         self.gateway = ""
-        """If set, each container gets its own network, and this is the address in it of the machine that runs the
-        tests.
+        """If set, each container gets its own network, in which this is the address of the machine that runs the tests.
         """
         self.url = server.url
         self.seen: dict[str, Path] = {}

@@ -100,7 +100,9 @@ def arm64_base_image(podman: Podman, where: Path) -> str:
 
 
 def _imported(podman: Podman, name: str, make: list[str | Path], where: Path, *options: str) -> str:
-    """Return this week's base image of this name. ``options`` are understood by mmdebstrap and by ``podman import``."""
+    """Return this week's base image of this name. ``options`` are passed to mmdebstrap when the image is built, and to
+    ``podman import``.
+    """
     tag = f"{BASE}:{name}-{time.strftime('%Gw%V')}"
     if podman.run("image", "exists", tag).returncode != 0:
         archive = where / "base.tar"
@@ -111,7 +113,7 @@ def _imported(podman: Podman, name: str, make: list[str | Path], where: Path, *o
 
 
 def secrets() -> list[str]:
-    """Return the options of a build that pass the secrets that this machine has."""
+    """Return the options that pass those ``SECRETS`` that exist on this machine to ``podman build``."""
     return [f"--secret=id={name},src={path}" for name, path in SECRETS.items() if path.exists()]
 
 

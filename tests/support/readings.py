@@ -15,8 +15,8 @@ def pss(pid: int) -> float:
 def own_memory(pid: int) -> float:
     """Return a process's private dirty memory in MB.
 
-    It changes only because of the process itself. PSS changes by a megabyte when another process maps the same
-    interpreter.
+    Only the process itself can change this value. PSS, in contrast, changes by a megabyte when another process maps the
+    same interpreter.
     """
     return memory_of(pid, "Private_Dirty:")
 

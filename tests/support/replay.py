@@ -150,10 +150,10 @@ class Replay:
     async def _compare_state(
         self, step: RecordedRequest, arguments: list[Any], expected: dict[str, Any]
     ) -> dict[str, Any]:
-        """Compare ``get_state`` replies. Fields that the Director compares must be equal, all others must have the same
-        JSON types.
+        """Compare ``get_state`` replies. The fields that the Director compares must be equal, and all other fields must
+        have the same JSON types.
 
-        Retries the request until the state of the jobs no longer changes.
+        Sends the request for up to 30 s until ``job_state`` is the recorded one.
         """
         deadline = time.monotonic() + 30
         while True:

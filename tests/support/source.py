@@ -53,12 +53,12 @@ class Module:
 
     @property
     def package(self) -> str:
-        """The package to which its relative imports refer."""
+        """Name of the package to which the module's relative imports refer."""
         return self.name if self.is_package else self.name.rpartition(".")[0]
 
     @property
     def top(self) -> str:
-        """The first part of its name."""
+        """The first part of the module's name."""
         return self.name.partition(".")[0]
 
 
@@ -77,9 +77,7 @@ def modules() -> Mapping[str, Module]:
 
 
 def floors() -> Iterator[tuple[int, str]]:
-    """Yield the number of each floor and each of its packages, from the top down, as configured for the
-    import linter.
-    """
+    """Yield each package with the number of its floor, from the top floor down, as configured for the import linter."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (layers,) = (contract["layers"] for contract in contracts if contract.get("id") == "floors")
     for number, layer in zip(reversed(range(len(layers))), layers, strict=True):

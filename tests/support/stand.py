@@ -97,7 +97,7 @@ class Stand:
     omitted: dict[str, str] = field(default_factory=dict)
     """Invariants that are not checked after this case, with the reason for each."""
     between: Callable[[], object] = lambda: None
-    """Functions that the init calls before it restarts the agent."""
+    """Function that the init calls before it restarts the agent."""
     after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Resources of the case that stay open until the invariants have been checked."""
     told: dict[str, int | None] = field(default_factory=dict)
@@ -288,7 +288,7 @@ class Stand:
             self.world.exec_agent()
 
     async def end(self) -> None:
-        """End the init, so that the agent is no longer restarted."""
+        """Stop the init, so that the agent is no longer restarted."""
         if self._init is not None:
             self._init.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -14,7 +14,9 @@ SLEEPER: Final = "exec sleep 100000"
 
 
 def spec(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]], version: str = "1") -> dict[str, Any]:
-    """Return a spec for these jobs, given by name as a monit file and programs. ``{base}`` is replaced in both."""
+    """Return a spec for these jobs, given by name as a monit file and programs. In both, ``{base}`` is replaced with
+    the agent's base directory.
+    """
     base = stand.world.base
     files: dict[str, str | bytes] = {}
     for name, (monit, programs) in monits.items():
@@ -40,7 +42,9 @@ def spec(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]], version: s
 def checked(
     name: str, start: str, stop: str = "kill $(cat {run}/{name}.pid)", rules: str = ""
 ) -> tuple[str, dict[str, str]]:
-    """Return a job with one process and a ctl script that records each start for the invariants."""
+    """Return the monit file and the programs of a job with one process. Its ctl script records each start, for the
+    invariant checks.
+    """
     run = "{base}/data/sys/run/" + name
     words = {"run": run, "name": name}
     for old, new in words.items():
@@ -58,7 +62,7 @@ check process {name} with pidfile {run}/{name}.pid
 
 
 def simple(name: str) -> tuple[str, dict[str, str]]:
-    """Return the name and files of a job that sleeps."""
+    """Return the monit file and the programs of a job that sleeps."""
     return checked(name, f"echo $$ > {{run}}/{name}.pid\n{SLEEPER}")
 
 

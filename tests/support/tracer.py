@@ -10,8 +10,9 @@ killed. Instead, this call and each later one fails with that error, as on a dis
 
 It prints ``following`` once it is attached. Then it prints lines of JSON with ``call``, ``path``, ``pid`` and
 ``killed``: with NUMBER 0 a line for each counted call, otherwise one line for the call at which it killed or for the
-first call that fails. It exits after a kill, when the process exits, or on SIGTERM. A process with failing calls should
-exit first.
+first call that fails. It exits after a kill, when the process exits, or on SIGTERM. If calls are made to fail, the
+traced process should exit before the tracer, because a call that is failing when the tracer exits returns ENOSYS
+instead of the requested error.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ WALL: Final = 0x40000000
 STOPPING: Final = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 CHANGING: Final = os.O_CREAT | os.O_TRUNC
 HERE: Final = -100
-"""AT_FDCWD."""
+"""The value of AT_FDCWD, a descriptor argument that stands for the working directory."""
 
 BY_DESCRIPTOR: Final = {
     1: ("write", 0), 18: ("pwrite64", 0), 20: ("writev", 0), 296: ("pwritev", 0), 40: ("sendfile", 0),
@@ -65,14 +66,16 @@ BY_PATH: Final = {
     88: ("symlink", 1), 90: ("chmod", 0), 92: ("chown", 0), 94: ("lchown", 0), 76: ("truncate", 0), 133: ("mknod", 0),
     188: ("setxattr", 0), 189: ("lsetxattr", 0), 2: ("open", 0),
 }  # fmt: skip
-"""Maps the numbers of calls with a path to the name and the position of the path."""
+"""Maps the number of each system call that takes a path to the call's name and the position of the path among the
+arguments.
+"""
 BY_DIRECTORY: Final = {
     258: ("mkdirat", 0), 259: ("mknodat", 0), 260: ("fchownat", 0), 263: ("unlinkat", 0), 264: ("renameat", 0),
     265: ("linkat", 2), 266: ("symlinkat", 1), 268: ("fchmodat", 0), 280: ("utimensat", 0), 316: ("renameat2", 0),
     257: ("openat", 0), 437: ("openat2", 0), 452: ("fchmodat2", 0),
 }  # fmt: skip
-"""Maps the numbers of calls with a directory descriptor followed by a path to the name and the position of the
-descriptor.
+"""Maps the number of each system call that takes a directory descriptor followed by a path to the call's name and the
+position of the descriptor among the arguments.
 """
 
 NEEDS_NO_SPACE: Final = frozenset(
@@ -182,7 +185,7 @@ class Tracer:
         return is_last
 
     def _fail(self, tid: int, name: str, path: str) -> None:
-        """Make the system call that a thread is entering fail: replace the call's number with an invalid one."""
+        """Replace the number of the system call that a thread is entering with an invalid one, so the call fails."""
         _ptrace(POKEUSER, tid, NUMBER_OF_CALL, -1)
         self._failing.add(tid)
         if not self._has_failed:

@@ -264,7 +264,9 @@ class Witness:
         return found
 
     def _restarted(self, before: Before) -> list[str]:
-        """Compare the recorded starts and the processes of the jobs (I2)."""
+        """Return a violation of I2 if a job that the case does not affect has a new first process or another recorded
+        start.
+        """
         now, starts = self._roots(), self._stand.world.starts()
         again = {name for name, identity in before.roots.items() if now.get(name, identity) != identity}
         again |= {name for name, pids in starts.items() if pids != before.starts.get(name, pids[:1])}
@@ -329,7 +331,9 @@ class Witness:
         return found
 
     def modes(self) -> dict[str, int]:
-        """Return the modes of job and package files, by names that an apply does not change."""
+        """Return the modes of job and package files. The keys are paths through the links in ``jobs`` and ``packages``,
+        because unlike the directories of installed versions they stay the same after an apply.
+        """
         base = self._stand.world.base
         return {
             str(path.relative_to(base)): path.lstat().st_mode
@@ -546,8 +550,9 @@ class Witness:
     async def _deaf(self) -> list[str]:
         """Ping for some seconds, so that even a temporary failure to answer is noticed (I3).
 
-        A late ping is no violation if threads waited for a CPU during at least half of its second. Another ping is then
-        sent instead.
+        A ping that is not answered in time is no violation if the machine was busy, that is, if threads waited for a
+        CPU during at least half of the time limit. In this case, pings are sent for another second. After 30 seconds,
+        every late ping is a violation.
         """
         begun_at = time.monotonic()
         ends_at, gives_up_at = begun_at + DEAF, begun_at + BUSY
@@ -592,7 +597,7 @@ class Witness:
         return [f"I5: {len(first & dead())} zombies older than 5 s"] if first & dead() else []
 
     async def _left(self) -> list[str]:
-        """Return the unfinished files that are found twice.
+        """Return a violation of I6 if the same unfinished file is found twice, two seconds apart.
 
         A file that is still being written is found only once, because each write uses a new temporary name.
         """
@@ -709,8 +714,8 @@ class Witness:
 
 
 def longest_waits(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> float:
-    """Return a sum over all processes: the longest time that a thread of the process has waited between two
-    readings.
+    """Determine for each process the longest time that one of its threads has waited between the two readings, and
+    return the sum of these times in seconds.
     """
     return sum(
         max((seconds - before.get(pid, {}).get(thread, 0.0) for thread, seconds in threads.items()), default=0.0)

@@ -1,4 +1,6 @@
-"""Guards the event loop of an agent. Python imports this when it starts with this directory in ``PYTHONPATH``."""
+"""Makes an agent report callbacks that block its event loop (``tests.support.loop_guard``). Python imports this module
+at its start if this directory is in ``PYTHONPATH``.
+"""
 
 import os
 import sys

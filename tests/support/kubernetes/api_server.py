@@ -72,7 +72,7 @@ class ApiServer:
             time.sleep(0.2)
 
     def stop(self) -> None:
-        """End both programs."""
+        """Kill etcd and the API server."""
         for part in reversed(self._parts):
             part.kill()
             part.wait()

@@ -126,7 +126,7 @@ class _Apt:
         _run(["apt-get", "update", "-qq"], env=self._environment)
 
     def source(self, package: str) -> DebianSource:
-        """Return the available versions of a package."""
+        """Return the version of a source package that apt would download."""
         said = _run(["apt-get", "source", "--print-uris", "-qq", package], env=self._environment)
         found = re.search(rf" {package}_(\S+)\.dsc \d+ SHA256:([0-9a-f]{{64}})", said)
         if found is None:

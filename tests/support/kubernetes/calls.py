@@ -1,6 +1,6 @@
-"""Calls a CPI as the Director does, with two processes for each operation and three environment variables.
+"""Calls a CPI as the Director does: runs it twice for each operation, with only three environment variables.
 
-Source: src/bosh-director/lib/clouds/external_cpi.rb and cloud_factory.rb. ``info`` precedes every operation, the
+Source: src/bosh-director/lib/clouds/external_cpi.rb and cloud_factory.rb. The first run is a call of ``info``. The
 request is one JSON document on stdin, the response is all of stdout, and the exit code is ignored.
 """
 
@@ -20,7 +20,7 @@ PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
 START: Final = "from kubernetes_cpi.__main__ import run; run()"
 """The argument of ``-c`` in tools/cpi_release/jobs/kubernetes_cpi/templates/cpi.erb."""
 LIMIT_S: Final = 180.0
-"""Time limit of a call in seconds. The Director has none."""
+"""Time limit of a call in seconds. The Director has no limit."""
 
 
 class CpiCallError(Exception):

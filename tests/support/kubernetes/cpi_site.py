@@ -108,7 +108,9 @@ class Site:
         return await self.namespace.pod(instance.vm).exec(*command)
 
     async def write(self, instance: DeployedInstance) -> None:
-        """Write the file that must still exist after every flow, once as root, as a job would, and once as vcap."""
+        """Write the file that must still exist after every flow, as a job that runs as root would. Then check that vcap
+        can write to its own directory on the same disk.
+        """
         instance.kept = uuid.uuid4().hex
         await self.exec(instance, "sh", "-c", f"echo {instance.kept} >/var/vcap/store/{deployments.KEPT}; sync")
         await self.exec(instance, "sh", "-ec", _AS_VCAP)
@@ -303,7 +305,7 @@ async def _config(namespace: Namespace, way: Way, mbus: str, hosted: Path) -> Do
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Document:
-    """Merge hashes at every depth. Replace all other values."""
+    """Merge two nested mappings. Where only one or neither value is a mapping, use the value in ``above``."""
     both = dict(below)
     for key, value in above.items():
         before = both.get(key)

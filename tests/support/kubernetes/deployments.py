@@ -124,7 +124,7 @@ class Deployments:
         self.disk_type: dict[str, Any] = {}
         self.disk_size_mib = 64
         self.files: dict[str, str] = {}
-        """Additional files of the jobs. They replace usual files of the same name."""
+        """Additional job files. They replace a job's usual files of the same name."""
         self.dynamic_disks: dict[str, DynamicDisk] = {}
         self.vms: set[str] = set()
         self.disks: set[str] = set()

@@ -1,4 +1,5 @@
-"""A single-node cluster. It runs in the namespaces that ``run_as_node`` has created, and ends when they end.
+"""A single-node cluster. It runs in the namespaces that ``run_as_node`` has created. When PID 1 of the PID namespace
+exits, the kernel kills the whole cluster.
 
 A test may add a second node, which has its own network, mounts and container runtime.
 """
@@ -23,7 +24,9 @@ import pytest
 from tests.support import pods
 
 NODE: Final = "SHIM_TEST_NODE"
-"""Environment variable with the node's directory, into which ``run_as_node`` puts these files:"""
+"""Environment variable with the path of the node's directory. ``run_as_node`` puts the files named below into that
+directory.
+"""
 PROGRAMS: Final = "programs"
 IMAGES: Final = "images.tar"
 
@@ -385,7 +388,7 @@ class Second(KubeletNode):
         self._start_kubelet()
 
     def stop(self) -> None:
-        """End the kubelet and runtime, and remove the node and its state from the cluster."""
+        """Terminate the kubelet and the runtime, and remove the node and its state from the cluster."""
         for part in reversed(self._parts):
             part.terminate()
             part.wait()

@@ -233,6 +233,6 @@ def _is_ready(pod: Document) -> bool:
 
 
 def _restarts(pod: Document) -> int:
-    """Return how often the pod's container was restarted."""
+    """Return how often the pod's container has been restarted, or 0 if the container is not running at the moment."""
     statuses = pod["status"].get("containerStatuses", [])
     return sum(int(one["restartCount"]) for one in statuses if "running" in one["state"])

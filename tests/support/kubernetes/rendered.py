@@ -1,4 +1,4 @@
-"""A small compiled release, and the image and manifests that ``agent-shim render --kubernetes`` makes of it."""
+"""A small compiled release, and the image and manifests that ``agent-shim render --kubernetes`` generates from it."""
 
 from __future__ import annotations
 

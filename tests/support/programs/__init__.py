@@ -31,7 +31,7 @@ def foreign(*command: object, **env: str) -> int:
 
 
 def number_in(path: Path) -> int | None:
-    """Wait until a program has written a number to a file, and return the number."""
+    """Return the number that a program has written to a file, or None if the program has not finished writing it."""
     try:
         text = path.read_text()
     except FileNotFoundError:  # Another process may remove the file at any moment.
@@ -40,7 +40,8 @@ def number_in(path: Path) -> int | None:
 
 
 def number_of_program(path: Path, name: str) -> int | None:
-    """Wait for a pid like ``number_in``, and then until that process has executed the program with this name.
+    """Return the pid in a file like ``number_in``, but return None until that process has executed the program with
+    this name.
 
     A shell script writes its pid before it executes the program.
     """

@@ -1,7 +1,7 @@
 """failpoints.py FILE ARGUMENT...: an agent in which any asyncio task can be made to fail.
 
 On SIGRTMIN the task named in FILE fails: its current wait raises an error that no code expects. If FILE is empty, the
-agent writes the names of all tasks that it restarts after a failure to FILE, one per line.
+agent instead writes to FILE, one per line, the names of all tasks that it restarts after a failure.
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ STARTS: Final = {
     "bare": f"echo $$ >$pidfile.starter; env -i setsid sh -c 'echo $$ >'$pidfile'; exec {LASTING}' & "
     "while [ ! -s $pidfile ]; do sleep 0.001; done",
 }
-"""Start programs, by what happens to the process that they start. It becomes the daemon itself, or exits and leaves the
-daemon behind: in its own session, in another session, or in another session without the marker variable in its
-environment.
+"""Scripts of start programs, by how they start the daemon. The start program's own process becomes the daemon
+(``itself``), or it exits and leaves the daemon behind: in the same session (``beside``), in another session
+(``apart``), or in another session and without the marker variable in the daemon's environment (``bare``).
 """
 
 
@@ -108,8 +108,9 @@ class Rounds:
             await asyncio.sleep(0.003)
             found = await in_state(self.supervisor, name, "running", "settling")
         starter = await until(lambda: number_in(Path(f"{self.world.pidfile(name)}.starter")))
-        # Start times have a resolution of one tick. Wait for the next tick, because in practice the kernel cannot reuse
-        # a pid within one tick.
+        # The supervisor recognizes a reused pid by the start time of its process, which has a resolution of one tick.
+        # This program can reuse a pid within a tick, which the kernel in practice cannot do, because it first hands out
+        # all other pids. Therefore wait for the next tick.
         if born := proc.stat(found.pid):
             await until(lambda: clock.boot_ticks() > born.start_ticks + 1)
         number = found.pid if which == "process" else starter

@@ -19,7 +19,9 @@ told: dict[int, int] = {}
 
 
 def take(wanted: int, how: str) -> int:
-    """Fork until a child has the requested pid. Return the pid of the process that remains, or 0 after a timeout."""
+    """Fork until a child has the requested pid. Return the pid of that child, or of the child's own child if ``how`` is
+    ``member``. Return 0 after a timeout.
+    """
     give_up_at = time.monotonic() + TIMEOUT_S
     while time.monotonic() < give_up_at:
         reading, writing = os.pipe()

@@ -1,4 +1,4 @@
-"""without_nft.py FILE ARGUMENT...: an agent that writes a line to FILE whenever it should load packet filter rules."""
+"""without_nft.py FILE ARGUMENT...: an agent that writes a line to FILE instead of loading packet filter rules."""
 
 from __future__ import annotations
 
