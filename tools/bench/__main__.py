@@ -1,8 +1,9 @@
 """``./dev bench [PART...]``: measure an agent through its protocol alone, and print the results as one JSON document.
 
 Progress goes to stderr. Each figure is a median with its minimum and maximum. Most figures have a floor, which is
-measured in the same run: the cost of the smallest program that does the same. On a busy machine, only the ratio of the
-two is meaningful. If a part fails, the figures that it has measured are kept, and ``missing`` gives the reason.
+measured in the same run: the cost of the smallest program that does the same. On a busy machine, only the ratio of a
+figure to its floor is meaningful. If a part fails, the figures that it has measured are kept, and ``missing`` gives the
+reason.
 
 The agent is installed as in the image, with its own interpreter and modules that are compiled without docstrings.
 ``./dev bench`` creates that installation in .venv-program.
@@ -14,7 +15,7 @@ the directory that replaces /var/vcap. ``python -m tools.bench.go_agent`` measur
 twenty minutes. ``--beside FILE`` adds a column with the results of another agent from an earlier run, and also writes
 the table of README.md. ``--from FILE`` uses the results of an earlier run instead of measuring.
 
-Four parts only run if they are named: ``large`` (gigabytes of logs, a large compiled package, a large apply), ``scale``
+Four parts run only if they are named: ``large`` (gigabytes of logs, a large compiled package, a large apply), ``scale``
 (1 000 and 10 000 light agents, and an outage of their bus), ``cpi`` (the Kubernetes CPI on its own node, as root) and
 ``monit`` (``agent-shim monit`` compared with monit 5.2.5, whose path is in MONIT_525).
 """

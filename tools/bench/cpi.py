@@ -1,4 +1,5 @@
-"""The Kubernetes CPI on its own node: its calls in the Director's order, compared with those of a minimal client.
+"""Measures the Kubernetes CPI on its own node: makes its calls in the Director's order, and compares them with the
+requests of a minimal client.
 
 Needs root and the packages of ``./dev test-kubernetes``. The first run builds the node. ``on_node`` runs in the node's
 namespaces.
@@ -44,8 +45,9 @@ POD_TIMEOUT_S: Final = 60.0
 STEPS: Final = ("to the pod", "to its volume and node", "to its container", "to its agent")
 """Names of the periods into which the times of ``Bare.steps_of_next`` divide a create_vm call."""
 STEPS_OF_ATTACHMENT: Final = ("to the pod", "to its mount")
-"""Names of the periods of an attach_disk call to a running VM. There are only two, because the kubelet reports the end
-of a container's hook together with the container's start.
+"""Names of the periods of an attach_disk call to a running VM. There are only two, because the container has a
+postStart hook that waits for the mount, and the kubelet reports the end of the hook together with the start of the
+container.
 """
 START: Final = "import json, msgspec"
 START_OF_A_CLIENT: Final = "import http.client, json, msgspec, ssl"
@@ -319,11 +321,12 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
     by_hand, by_cpi, steps = [], [], []
     for _ in range(count):
         disk = await director.create_disk(instance)
-        # The first attachment binds the claim to a volume. The time that the storage needs for this must not count.
+        # The first attachment binds the claim to a volume. Attach and detach the disk once, to keep the time that the
+        # storage needs for this out of the measurement.
         await site.cpi.call("attach_disk", instance.vm, disk)
         await site.cpi.call("detach_disk", instance.vm, disk)
-        # Wait for the end of the previous pod, because the next pod has the same name. The time that the kubelet needs
-        # for this must not count.
+        # Wait until the previous pod is gone, because the next pod has the same name. Waiting here keeps the time that
+        # the kubelet needs for this out of the measurement.
         await asyncio.to_thread(bare.until_gone, names.attachment(instance.vm, disk))
         telling = asyncio.create_task(asyncio.to_thread(bare.steps_of_next, bare.watch(names.KIND_ATTACHMENT)))
         began = time.monotonic()
@@ -361,7 +364,9 @@ async def _vm_lifecycle(site: Site, figures: Figures, instance: DeployedInstance
 
 
 async def _remove(site: Site, bare: Bare, pod: str) -> None:
-    """Remove a pod that ``Bare`` has created, as `delete_vm` does, and wait until the kubelet has ended it."""
+    """Delete a pod that ``Bare`` has created, wait until the kubelet has terminated it, and delete its Secret and its
+    claim, as ``delete_vm`` does.
+    """
     await site.namespace.pod(pod).delete()
     await asyncio.to_thread(bare.remove, pod)
 
@@ -392,7 +397,9 @@ def _small_calls(site: Site, bare: Bare, figures: Figures, instance: DeployedIns
 
 
 async def _create_vm(site: Site, instance: DeployedInstance) -> None:
-    """Create a VM. Its agent gets no request, because the bus does not know the agent's credentials."""
+    """Create a VM, but send its agent no requests. The agent cannot connect to the bus, which does not know its
+    credentials.
+    """
     instance.agent = str(uuid.uuid4())
     instance.vm, *_ = await site.cpi.call("create_vm", *_arguments(site, instance.agent))
 
@@ -419,8 +426,8 @@ async def _at_once(site: Site, figures: Figures, count: int) -> None:
 
 @dataclass
 class ByHand(Cpi):
-    """A replacement for the CPI that creates pods and disks from prepared manifests. The Director sends the same
-    requests.
+    """A replacement for the CPI that creates pods and disks from prepared manifests. The Director can send it the same
+    requests as the CPI.
     """
 
     answer: Callable[[str, Sequence[Any]], Any] = lambda *_: None

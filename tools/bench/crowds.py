@@ -115,7 +115,7 @@ async def running(w: RunningAgent, jobs: int, starts: int) -> None:
 async def killed(w: RunningAgent, jobs: int, starts: int) -> tuple[float, float]:
     """Kill all processes at the same time.
 
-    Return the seconds until the first and until the last of their successors has written its pidfile.
+    Return the seconds until the first and until the last of the restarted processes has written its pidfile.
     """
     pids = w.pids().values()
     begun_at = time.time()

@@ -22,8 +22,8 @@ CALM_S: Final = 3.0
 SAMPLE_S: Final = 2.0
 """Length in seconds of the windows in which CPU time is measured.
 
-The agent prepares a heartbeat just before it sends it, so the window in which a heartbeat arrives also contains its
-cost.
+The agent prepares a heartbeat just before it sends it, so the window in which a heartbeat arrives also contains the CPU
+time for preparing it.
 """
 WATCHED_S: Final = 95.0
 LOGS: Final = 100 * MB

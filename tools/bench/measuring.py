@@ -25,7 +25,7 @@ Figures = dict[str, Figure]
 
 
 def figure(samples: Sequence[float], unit: str, *, floor: Sequence[float] = (), floor_is: str = "") -> Figure:
-    """Return the figure for these samples. If ``floor`` has samples, they give the floor of the figure."""
+    """Return the figure for these samples. If ``floor`` has samples, their median is the floor of the figure."""
     made: Figure = {
         "unit": unit,
         "median": _rounded(statistics.median(samples)),

@@ -2,8 +2,9 @@
 server.
 
 The agents consist of the real bus module and the real heartbeat, and about fifty of them share a process. nats-server
-uses mutual TLS with P-256 keys and the users of nats-sync. A run consists of a minute of heartbeats, a request to all
-agents at once, and a kill of the server, which starts again after 15 s without its state. Prints one JSON document.
+uses mutual TLS with P-256 keys, and the same users as nats-sync configures. A run consists of a minute of heartbeats, a
+request to all agents at once, and a kill of the server, which starts again after 15 s without its state. Prints one
+JSON document.
 """
 
 from __future__ import annotations

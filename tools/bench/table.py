@@ -72,8 +72,9 @@ TABLES: Final = {
         "slowest ping in the meantime": r"(\d+)_processes_slowest_ping",
     },
 }
-"""The small tables, by the heading of their first column. Each row has a label and a pattern. It shows the figures
-whose names match the pattern, and the text that the pattern's group matches is the heading of the column.
+"""The small tables, keyed by the heading of their first column. Each table maps the labels of its rows to patterns. A
+row shows the figures whose names match its pattern, each in the column whose heading is the text that the pattern's
+group matches.
 
 Figures with a budget are also rows of the large table.
 """
