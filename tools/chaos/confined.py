@@ -2,7 +2,8 @@
 
 ``confined.py SCRATCH COMMAND ...`` runs the command in new mount, PID, network, IPC and cgroup namespaces. It can write
 only to SCRATCH, a new ``/tmp`` and its own cgroup. ``/dev`` contains only harmless devices, and the only network is the
-loopback interface. When the command ends, or the process that started this program, every process inside is killed.
+loopback interface. When the command exits, or the process that started this program does, every process in the
+namespaces is killed.
 """
 
 from __future__ import annotations

@@ -298,8 +298,8 @@ def _unpacked(data: bytes) -> list[str] | ArchiveError:
 def _lines(path: Path) -> Iterator[str]:
     """Yield a line for a path and for each entry below it.
 
-    The lines of directories have no mtime. If a directory is not a member of the archive, its mtime is the time of
-    unpacking.
+    The lines of directories have no mtime, because a directory that is not a member of the archive gets the time of
+    unpacking as its mtime.
     """
     found = path.lstat()
     if path.is_symlink():
@@ -390,8 +390,8 @@ _HUGE: Final = b"processes: [{name: a, executable: b, limits: {memory: " + b"8" 
 _MANY: Final = b";".join(b"%x:b" % number for number in range(10_000))
 """Input of an earlier finding. Each name was compared with all other names, which took quadratic time."""
 _DAMAGED: Final = _tar("w:gz")[:-8], _tar("w:gz")[:-8] + bytes(8), _tar("w:gz")[:3] + b"\xa1" + _tar("w:gz")[4:]
-"""Inputs of earlier findings. isal ignored a wrong checksum and reserved flags, and zlib a missing checksum at the
-end.
+"""Inputs of earlier findings. isal ignored a wrong checksum and reserved flags, and zlib ignored a missing checksum at
+the end.
 """
 _WIDE: Final = _tar("w")[:100] + b"\x80" + _tar("w")[101:]
 """A valid header with a mode that is encoded in base 256."""

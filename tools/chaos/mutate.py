@@ -1,8 +1,8 @@
 """``./dev mutate [PATH…]``: make small wrong changes to the agent, one at a time, and list those that no test notices.
 
 A mutant is one change of ``agent_shim`` or ``kubernetes_cpi``: a statement removed, a condition negated, a number or
-another constant changed. The tests that reach its line run against it until one fails, first those that are named after
-its module. If all pass, the mutant survives.
+another constant changed. The tests that reach its line run against it until one fails, beginning with the test files
+that are named after its module. If all tests pass, the mutant survives.
 
 There are three stages, and each gets only the mutants that the previous ones did not notice. The first forks a process
 that has loaded the unit tests. The second forks one that has loaded the contract and integration tests
@@ -96,7 +96,7 @@ running test, which becomes the coverage context.
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: the characters from ``begin`` to ``end`` of a file are replaced by ``after``."""
+    """One change: the characters from ``begin`` to ``end`` of a file are replaced with ``after``."""
 
     path: str
     line: int
@@ -109,7 +109,9 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """Return a hash of the change that stays the same as long as the text before it does."""
+        """Return a hash that identifies the change. It stays the same in later versions of the file as long as the text
+        before the change does not change.
+        """
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
 
     def applied(self, text: str) -> str:
@@ -262,8 +264,8 @@ def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
             found[name][line].add(test)
 
     def nearest(name: str, tests: Iterable[str]) -> list[str]:
-        """Sort tests by duration, but first those in files that are named after the module. Return as many as fit into
-        the stage's time limit.
+        """Put the tests in files that are named after the module first, and otherwise sort by duration. Return as many
+        tests as fit into the stage's time limit.
         """
         module = Path(name).stem
         quick = (one for one in tests if durations[one] < stage.max_s)
@@ -423,7 +425,7 @@ def left(wanted: Sequence[Mutant], results: Results, stage: Stage) -> list[tuple
 def try_in_forks(
     tasks: Sequence[tuple[Mutant, list[str]]], results: Results, stage: Stage, workers: int, until: float
 ) -> None:
-    """Run a stage with ``tools.chaos.mutate_forked`` in this many processes until the time ``until`` (seconds since
+    """Run a stage with ``tools.chaos.mutate_forked`` in ``workers`` processes, until the time ``until`` (seconds since
     1970).
     """
     running, taken = [], []

@@ -48,8 +48,8 @@ TMP: Final = Path("/tmp/mutant")
 _Functions: TypeAlias = dict[tuple[str, str], list[FunctionType]]
 
 _SOUND_AFTER: Final = 2
-"""How often a test must fail with a mutant and pass without it before later failures count without running the test
-again.
+"""How often a test must fail with a mutant and pass without it. After that, its failures are trusted, and the test is
+no longer rerun without the mutant to confirm them.
 """
 _NOTICED: Final = 1
 _NOT_TRIED: Final = 3

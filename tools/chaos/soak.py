@@ -2,8 +2,8 @@
 
 A Director sends requests all the time. Jobs are killed and deployed again, their logs are fetched, errands run, and
 credentials change. Malformed messages and floods of requests arrive, and the bus is cut, killed or stops answering. The
-agent is killed once, at the start. Each kind of event first happens in the first quarter of the time, and growth is
-measured after it.
+agent is killed once, at the start. Each kind of event happens once in the first quarter of the time. Growth is measured
+from the end of that quarter.
 
 A second process only sleeps and reads the clock. If it wakes up late as well, a late heartbeat is due to the machine.
 """
@@ -92,8 +92,8 @@ class Record:
     pings: list[tuple[float, float]] = field(default_factory=list)
     """Time and duration of each ping in seconds."""
     sleeper: list[tuple[float, float]] = field(default_factory=list)
-    """Times at which the sleeping process should have woken up, with its delays. Delays below 20 ms are not
-    recorded.
+    """Times at which the sleeping process should have woken up, each with the delay of that wake-up. Delays below 20 ms
+    are not recorded.
     """
     beats: list[float] = field(default_factory=list)
     outages: list[tuple[float, float]] = field(default_factory=list)
