@@ -80,7 +80,10 @@ def test_comparison_creates_missing_files_and_programs_before_the_next_run(tmp_p
 
 
 def test_comparison_does_not_mistake_a_directory_for_a_missing_program(tmp_path: Path) -> None:
-    """The mistake would affect system-metrics-server in bosh-system-metrics-server-release."""
+    """When the ``.`` command of a shell cannot find a file, the ``.`` in the error message must not count as the name
+    of a missing program, which would get a stand-in. Such messages appear for the job system-metrics-server in
+    bosh-system-metrics-server-release.
+    """
     made = planned(tmp_path, job())
     plan.learn(made, "ctl: 3: .: render: not found\nctl: 4: ..: not found\nctl: 5: .: not found\n", [])
 

@@ -123,8 +123,8 @@ def main() -> int:
 
 @contextmanager
 def ending(pool: concurrent.futures.Executor) -> Iterator[None]:
-    """End all running lifecycles when the block ends, and start no more. This matters if an interrupt ends the block
-    early.
+    """When the block is left, stop all running lifecycles and start no more. This matters if the block is left early,
+    because of an interrupt.
     """
     try:
         yield

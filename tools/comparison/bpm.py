@@ -1,7 +1,7 @@
 """A stand-in for bpm under the Go agent.
 
-It sets up directories, user, session, environment, the limit of open files and the pidfile, and sends the same signals
-as bpm, but it creates no container.
+It sets up the directories, the user, the session, the environment, the open-file limit and the pidfile, and sends the
+same signals as bpm, but it creates no container.
 """
 
 from __future__ import annotations

@@ -53,7 +53,9 @@ class Difference:
     This considers starts of the same service, or of any service if the difference is about the job.
     """
     runs_beside_stop_program: bool = False
-    """Whether the previous phase is a stop that this agent reported at least a second later than the Go agent."""
+    """Whether a stop program may still be running in this phase under the Go agent, because monit does not wait for it.
+    This is assumed if the previous phase is a stop that this agent reported at least a second later.
+    """
     is_refused: bool = False
     """Whether monit refused to unmonitor a service under the Go agent, because a stop was still in progress."""
     starts_in_turn: bool = False
@@ -61,7 +63,7 @@ class Difference:
     starting the services one by one.
     """
     is_pending: bool = False
-    """Whether the restart of an earlier phase had not finished when that phase ended, in both environments."""
+    """Whether an earlier phase ended before the restart that it had requested, in both environments."""
 
     @property
     def act(self) -> str:
@@ -130,7 +132,7 @@ DEATHS: Final = ("death", "port closed", "unmonitor")
 """Phases in which processes are killed."""
 HOOKS: Final = re.compile(r"/bin/(pre-start|post-start|post-deploy|pre-stop|drain|post-stop|run)((?: .*)?)$")
 BUSY_WAIT: Final = 2.0
-"""The machine counts as too busy if a run has waited for a CPU for this multiple of the time that it used one."""
+"""The machine counts as too busy if a run has waited for a CPU this many times as long as it has used one."""
 VOLATILE: Final = re.compile(
     r"_|PWD|OLDPWD|SHLVL|AGENT_SHIM_\w+|BPM_STAND_IN|MONIT_DATE|MONIT_DESCRIPTION|MONIT_PROCESS_\w+"
 )
@@ -372,14 +374,14 @@ def _starts_in_turn(life: Phases) -> bool:
     """Return True if several services are outside the group vcap, and each of them has a process while the job is at
     rest.
 
-    The job's state lists only services in that group.
+    The Director does not wait for such services, because the job's state covers only the services in that group.
     """
     has_process = life.get("rest", {}).get("services", {}).values()
     return len(has_process) > 1 and all(has_process) and not life["start"]["states"]
 
 
 def _begun(life: Phases, *names: str) -> int:
-    """Return how often the program that was started most often was started in these phases."""
+    """Return the highest number of times that any one program was started in these phases."""
     seen = [program for name in names for _, event, program in life.get(name, {}).get("events", []) if event == "lives"]
     return max(Counter(seen).values(), default=0)
 
@@ -677,7 +679,7 @@ def _comparable_output(command: str, said: str) -> Iterator[tuple[str, str]]:
 
 
 def _line(job: Job, one: Difference) -> str:
-    """Return the line in the release that probably causes a difference. It is searched for the words of the
+    """Return the line in the release that probably causes a difference: a line that contains words of the difference's
     description.
     """
     text = job.sources.get(f"jobs/{job.name}/monit", "")

@@ -132,7 +132,7 @@ class ComparedAgent:
         self.agent: subprocess.Popen[bytes] | None = None
 
     def settle_in(self) -> None:
-        """Set up everything of a stemcell that both agents need."""
+        """Set up the parts of a stemcell that both agents need."""
         settle_in(self.plan["system"])
 
     def prepare(self) -> None:
@@ -377,7 +377,7 @@ class Life:
     async def _ask(self, phase: Phase, commands: Sequence[str]) -> None:
         """Record the exit codes and outputs of commands.
 
-        bpm commands run only if the real bpm is used, and for the job's first process.
+        bpm commands run only if the real bpm is used. Those that name a process name the job's first one.
         """
         named = {"job": self.plan["job"], "process": self.plan["bpm"]}
         for command in commands:
@@ -614,7 +614,7 @@ def living(pidfile: Path) -> int:
 
 
 def stand_ins() -> list[str]:
-    """Return the names of the programs from packages that are running."""
+    """Return the names of the running programs that come from packages."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -812,7 +812,7 @@ def heard(watcher: socket.socket, life: Life) -> None:
 
 
 def waited() -> float:
-    """Return the ratio of the time that this process has waited for a CPU to the time that it has used one."""
+    """Return how long this process has waited for a CPU, as a multiple of its CPU time."""
     ran, waiting, _ = map(int, Path("/proc/self/schedstat").read_text().split())
     return waiting / max(ran, 1)
 

@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def cycles(self) -> int:
-        """Return the largest number of cycles in a rate of the monit file, but at most 15."""
+        """Return the largest number of cycles for which a rule in the monit file counts failures, but at most 15."""
         return min(max([int(found) for found in _CYCLES.findall(self.job.monit)] or [1]), 15)
 
     @property

@@ -50,8 +50,8 @@ class Checkout:
 
     path: Path
     _places: dict[str, str] = field(default_factory=dict)
-    """For each path, the path that has its content. The two differ for files that are reached through symbolic
-    links.
+    """Maps each path to the path at which its content is stored, which is another one for files that are reached
+    through symbolic links.
     """
 
     @property

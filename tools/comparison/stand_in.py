@@ -84,7 +84,7 @@ def pids_in(path: str) -> set[int]:
 
 
 def named_pidfile() -> str:
-    """Return the pidfile that the arguments mention, or a file named in them. Return "" if there is none."""
+    """Return the pidfile that is mentioned in the arguments or in a file that they name, or "" if there is none."""
     texts = list(sys.argv[1:])
     for word in sys.argv[1:]:
         path = word.rpartition("=")[2]
