@@ -53,6 +53,8 @@ async def bundle_logs(agent: Agent, request: LogBundle) -> dict[str, str]:
 
 @action("remove_file", Mode.NOW)
 async def remove_file(agent: Agent, path: str) -> str:
-    """Remove an archive of ``bundle_logs``, and no other file (agent/action/remove_file.go)."""
+    """Remove an archive that ``bundle_logs`` has created, or a file in the temporary directory, but no other file. (The
+    Go agent removes any file: agent/action/remove_file.go.)
+    """
     await agent.logs.remove(path)
     return path

@@ -91,8 +91,8 @@ class Logs:
             return archive, done.sha512
 
     async def remove(self, path: str) -> None:
-        """Remove an archive created by ``bundle``, or a temporary file. Does nothing if the file does not exist, even
-        if the path is one that may not be removed.
+        """Remove an archive created by ``bundle``, or a file in the temporary directory. Raises ``ActionError`` for any
+        other file that exists. Does nothing if the file does not exist.
 
         If the path is a link, only the link is removed.
         """
