@@ -166,7 +166,7 @@ def manual() -> str:
 
 
 def _codes() -> dict[int, str]:
-    """Return each exit code that errors cause, with the first sentences of the docstrings of their classes."""
+    """Map each exit code to the first sentence of the docstring of every error class that causes it."""
     found: dict[int, list[str]] = {}
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, errors.ShimError) and "exit_code" in vars(kind):

@@ -5,9 +5,9 @@
 
 Parts are wheel, cpi, images, stemcells, sboms and notes. Checksums and sizes are always written at the end.
 
-For another architecture than this machine's, images need an emulator (qemu-user-static and binfmt-support), and wheels
-need a cross compiler (gcc-aarch64-linux-gnu, or ziglang from PyPI). SOURCE_DATE_EPOCH is the time of the last commit
-unless it is set.
+To build for an architecture other than this machine's, images need an emulator (qemu-user-static and binfmt-support),
+and wheels need a cross compiler (gcc-aarch64-linux-gnu, or ziglang from PyPI). SOURCE_DATE_EPOCH is the time of the
+last commit unless it is set.
 """
 
 from __future__ import annotations

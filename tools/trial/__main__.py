@@ -5,7 +5,8 @@ Needs docker or podman, kubectl, git and the bosh CLI, and access to registries,
 installed, it provides the node. Otherwise the node is that of ``./dev test-kubernetes``, which requires root.
 docs/try-kubernetes.md describes each step and what to try.
 
-After a failed step, a second run continues there. The state is in .try-kubernetes, and --remove removes everything.
+If a step fails, the next run continues with that step. The state is in .try-kubernetes, and --remove removes
+everything.
 """
 
 from __future__ import annotations
