@@ -46,8 +46,8 @@ class ContainerSite(Environment):
 
 
 def project(directory: Path, name: str, content: str) -> None:
-    """Write a file as the kubelet writes files of a Secret: its directory is a link to another directory, and a change
-    of the content replaces the link.
+    """Write a file of a volume as the kubelet does for a Secret. The file's link leads through the link ``..data`` to a
+    directory with a new name, and a change of the content replaces ``..data``.
     """
     kept = Path(tempfile.mkdtemp(prefix="..2026_", dir=directory))
     kept.chmod(0o755)

@@ -51,7 +51,7 @@ def server() -> Iterator[FakeApiServer]:
 
 
 def created_objects(server: FakeApiServer) -> list[Any]:
-    """Return all objects as the CPI sent them to create them."""
+    """Return the bodies of the CPI's POST requests, which are the objects that it wanted to create."""
     posted = zip(server.requests, server.bodies, strict=True)
     return [json.loads(body) for request, body in posted if request.startswith("POST")]
 

@@ -126,8 +126,8 @@ def test_next_base_has_the_programs_of_ubuntu_26_04(podman: Podman, image: str) 
 
 
 def test_every_module_in_the_image_is_compiled(podman: Podman, image: str) -> None:
-    """Modules are compiled with unchecked hashes, so Python neither recompiles them nor reads the source to compare
-    it.
+    """The compiled modules must have unchecked hashes, so that Python neither recompiles them nor reads the source to
+    check whether it has changed.
     """
     script = """
 import importlib.util, pathlib

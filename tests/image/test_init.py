@@ -1,6 +1,4 @@
-"""PID 1 of the image restarts an agent that has crashed while jobs keep running, and shuts the container down in
-order.
-"""
+"""PID 1 of the image restarts a crashed agent without restarting the jobs, and shuts the container down in order."""
 
 from __future__ import annotations
 
@@ -64,7 +62,7 @@ async def test_container_starts_with_any_capabilities_or_user(
 
 
 async def test_crashed_agent_is_restarted_and_jobs_continue(site: ContainerSite) -> None:
-    """The container must not end, and the job's pid must stay the same."""
+    """The container must keep running, and the job's pid must stay the same."""
     async with site.container() as container:
         await container.put(SETTINGS, site.settings())
         await site.deploy()

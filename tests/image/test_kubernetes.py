@@ -228,7 +228,9 @@ async def test_pod_of_the_cpi_keeps_jobs_when_its_secret_changes_or_it_restarts(
 
 
 async def kill_from_outside(podman: Podman, container: Container) -> None:
-    """Kill PID 1 from outside of podman. podman does not restart a container that was stopped with its own commands."""
+    """Kill PID 1 with a signal from the host, because podman does not restart a container that was stopped with
+    podman's own commands.
+    """
     form = "{{.State.Pid}}"
     first = int(await asyncio.to_thread(podman, "inspect", "--format", form, container.name))
     os.kill(first, 9)

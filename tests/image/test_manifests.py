@@ -21,8 +21,7 @@ OLDEST = {
     "unmodified-copy": "1.25",
     **dict.fromkeys(("../cpi/privileged", "../cpi/baseline", "../cpi/restricted", "../cpi/cluster-reader"), "1.25"),
 }
-"""Directories of manifests. The value is the oldest Kubernetes version that is supported by the manifests and known to
-the validator.
+"""Maps each directory of manifests to the oldest Kubernetes version that both the manifests and the validator support.
 """
 NEWEST = "1.37"
 

@@ -175,7 +175,9 @@ async def test_chpst_behaves_like_the_one_of_runit(container: Container, argumen
 
 
 async def test_chpst_passes_its_environment_on_unchanged(container: Container) -> None:
-    """chpst is a Python program. In an environment without a locale, Python would add LC_CTYPE."""
+    """Our chpst is a Python program. Without a locale in the environment, Python adds LC_CTYPE, which must not be
+    passed on to the program that chpst executes.
+    """
     seen = await container.exec("env", "-i", "A=b", "/opt/agent_shim/stand-ins/chpst", "/usr/bin/env")
 
     assert seen == "A=b\n"

@@ -1,7 +1,7 @@
 """The image runs jobs under each known CPI, with the start command and the way of passing settings that the CPI uses.
 
-The commands are copied from the CPIs. Most of them are chains with ``&&``, so if one command failed, the container
-would end.
+The commands are copied from the CPIs. Most of them are chains with ``&&``, so the container would exit if one of the
+commands failed.
 """
 
 from __future__ import annotations
@@ -243,10 +243,11 @@ def servers(resolv_conf: str) -> list[str]:
 
 
 async def test_agent_runs_next_to_another_pid_1(site: ContainerSite) -> None:
-    """Garden runs its own PID 1 and executes the start command as another process. One of the unmounts in this command
-    fails.
+    """Garden runs its own PID 1 and executes the start command as another process. The agent must start although one of
+    the unmounts in that command fails.
 
-    A disk is then attached to the running container: its mount appears, and the settings are written again.
+    A disk is then attached to the running container, so a mount appears and the settings are written again. The agent
+    must mount the disk on the store.
     """
     script = "\n".join([*UMOUNT, "umount /etc/nothing", *SYS, NO_CHRONY, RUNSVDIR])
     disks = DiskDirectory(site.scratch / "disks", site.scratch / "kept")
@@ -328,7 +329,8 @@ async def test_jobs_run_again_after_a_recreation_by_the_kubernetes_cpis(site: Co
 
 
 async def test_jobs_run_again_after_a_restart_with_the_same_root_file_system(site: ContainerSite) -> None:
-    """The LXD CPI restarts the container to reboot the VM or to attach a disk. Its disk hint is a map.
+    """The LXD CPI restarts the container to reboot the VM or to attach a disk. It describes a disk with a map that
+    contains the path, where most CPIs send the path itself, so the agent must be able to find the disk from such a map.
 
     After the second restart, the disk must be mounted and the job must run without another deploy.
     """

@@ -50,8 +50,8 @@ def test_stemcell_image_has_the_build_time_as_modification_time(unpacked: Path) 
 
 
 def test_stemcell_has_the_members_that_director_and_cpis_expect(unpacked: Path) -> None:
-    """The manifest must contain the digests of the image, and the SBOMs the licence and the dependencies of each
-    package.
+    """The manifest must contain the digests of the image, and the SBOMs must contain the licence and the dependencies
+    of each package.
     """
     manifest = yaml.safe_load((unpacked / "stemcell.MF").read_text())
     sums = [hashlib.new(name, (unpacked / "image").read_bytes()).hexdigest() for name in ("sha1", "sha256")]

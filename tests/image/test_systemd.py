@@ -49,8 +49,8 @@ async def container(site: ContainerSite, with_systemd: str) -> AsyncIterator[Con
 def systemd_options() -> tuple[str, ...]:
     """Return the podman options for systemd as PID 1.
 
-    systemd 258 and newer require cgroup v2, but podman mounts version 1 on a machine that has controllers there. Such a
-    machine usually has version 2 as well, without controllers, and this is enough for the units.
+    systemd 258 and newer require cgroup v2, but podman mounts cgroup v1 on a machine whose controllers belong to v1.
+    Such a machine usually has a v2 hierarchy without controllers as well, which is enough for the units.
     """
     if not pods.IS_NEXT or (CGROUPS / "cgroup.controllers").exists():
         return ("--systemd=always",)
