@@ -69,7 +69,7 @@ MANY: Final = jobs.process(
     "many",
     f"setsid {AS_VCAP} perl -e 'for (1 .. 6000) {{ fork or last }} sleep 1000' >/dev/null 2>&1 & echo $! >$pidfile",
 )
-"""A job with 6000 processes, which its stop program does not end."""
+"""A job with 6000 processes, which the job's stop program does not kill."""
 EXCHANGE: Final = """
 mv jobs others && cp -rL others jobs
 for ctl in jobs/web/bin/ctl jobs/web/*/bin/ctl; do
@@ -100,7 +100,7 @@ check process stopped{number}
 
 def liar(start: str) -> dict[str, str]:
     """Return a job whose start program writes the pid of an unrelated process to its pidfile. Its stop program does the
-    same and ends no process.
+    same and kills no process.
     """
     return jobs.process(Paths(), "liar", start, stop=start, within="with timeout 1 seconds")
 
@@ -488,7 +488,9 @@ async def test_jobs_can_enter_volumes_with_restrictive_modes(pod: PodInstance) -
 
 @pytest.mark.attack("a job replaces a directory with root's programs on a world-writable volume")
 async def test_job_cannot_create_the_run_directory_of_sshd(pod: PodInstance) -> None:
-    """If the root file system is read-only, ``/run`` is a world-writable emptyDir. The agent restricts its mode."""
+    """If the root file system is read-only, ``/run`` is a world-writable emptyDir, in which a job could create
+    ``/run/sshd``. The agent must restrict the mode of ``/run``.
+    """
     pod.start_container()
     pod.machine.run("chmod 777 /run")
     await pod.start_agent()

@@ -1,7 +1,8 @@
 """Jobs modelled on real releases (bosh-dns, haproxy and nginx), run with the real programs at each isolation level.
 
 Besides their bpm.yml, the jobs rely on other properties: they can list the names of all jobs, the actual program is a
-child of the process in the pidfile, daemons that fork stay its descendants, and a drain script can end them by pid.
+child of the process in the pidfile, daemons that fork stay descendants of that process, and a drain script can kill
+them by pid.
 """
 
 from __future__ import annotations

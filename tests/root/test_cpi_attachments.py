@@ -47,7 +47,9 @@ echo ready && exec sh -i 2>/dev/null
 
 
 class AttachmentNode:
-    """A node with its own mount namespace, and a VM with another one, in which mounts below ``bosh/vm`` appear."""
+    """A node and a VM, each with its own mount namespace. Mounts that the node makes below ``bosh/vm`` appear in the
+    VM.
+    """
 
     def __init__(self, directory: Path, *, userns: bool = False) -> None:
         self.place, self.seen, self.spare = (directory / name for name in ("node", "seen", "spare"))
@@ -198,7 +200,7 @@ def test_helpers_finish_in_time_with_the_cpu_that_they_request(site: AttachmentN
 
 
 def with_cpu_controller(directories: list[Path]) -> Path:
-    """Return the directory with the CPU controller."""
+    """Return the directory with the CPU controller. Skip the test if there is none."""
     for directory in directories:
         if any((directory / name).exists() for name in ("cpu.cfs_quota_us", "cpu.max")):
             return directory

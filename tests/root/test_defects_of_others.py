@@ -88,8 +88,9 @@ async def test_migrate_disk_mounts_the_new_disk_on_the_store(pod: PodInstance) -
 
 
 async def test_unmount_disk_unmounts_the_store_and_forgets_the_disk(pod: PodInstance) -> None:
-    """The Go agent unmounts the container runtime's mount, but the store stays mounted and the disk recorded. This
-    agent must do the opposite.
+    """The Go agent unmounts the volume that the container runtime has mounted, but the store stays mounted and the disk
+    stays recorded. This agent must unmount the store and forget the disk, but must leave the container runtime's mount
+    alone.
     """
     await with_disks(pod, "disk-1")
 
@@ -130,7 +131,7 @@ async def test_agent_boots_after_its_disk_was_removed(pod: PodInstance) -> None:
 
 async def test_sync_dns_writes_to_a_mounted_hosts_file(pod: PodInstance) -> None:
     """/etc/hosts is a mount of the kubelet. The Go agent fails when it tries to rename a new file to that path (EBUSY),
-    so bosh-dns never sees new records.
+    so bosh-dns never sees new records. This agent must write into the mounted file instead.
     """
     pod.start_container()
     line = f"10.1.2.3\t{socket.gethostname()}"
@@ -149,8 +150,8 @@ async def test_sync_dns_writes_to_a_mounted_hosts_file(pod: PodInstance) -> None
 
 
 async def test_uptimes_are_not_negative_under_lxcfs(pod: PodInstance) -> None:
-    """lxcfs makes /proc/uptime show the container's uptime. monit subtracts process start times, which are relative to
-    the host's boot, and reports negative ages.
+    """lxcfs makes /proc/uptime show the container's uptime. monit subtracts from it the start times of processes, which
+    are relative to the host's boot, and therefore reports negative uptimes. This agent must not do so.
     """
     pod.start_container()
     (pod.machine.root / "mnt/uptime").write_text("0.50 0.50\n")
@@ -186,9 +187,11 @@ async def summary(pod: PodInstance, words: str) -> None:
 
 
 async def test_monit_start_during_a_pending_stop_is_executed_afterwards(pod: PodInstance) -> None:
-    """An action is pending until its program has ended, and the service is not monitored during that time.
+    """After ``monit stop``, the stop is pending until the stop program has exited, and the service is not monitored
+    during that time.
 
-    monit then executes one further action, and the agent must do the same.
+    If the operator runs ``monit start`` in the meantime, monit executes the start after the stop. The agent must do the
+    same.
     """
     files = {**jobs.sleeper(Paths(), "web"), "bin/ctl": SLOW_TO_STOP}
     await pod.start()

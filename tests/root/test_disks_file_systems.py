@@ -73,7 +73,9 @@ def without(lost: tuple[str, ...], tree: dict[str, Any]) -> dict[str, Any]:
 def test_disk_copy_keeps_what_the_target_can_store_and_reports_the_rest(
     tmp_path: Path, make: Callable[[Path], Path], lost: tuple[str, ...], kinds: list[str]
 ) -> None:
-    """The copy is copied once more, to ext4, to show that nothing else was lost."""
+    """The copy must lack only what the target cannot store. It is then copied to a second ext4 disk without further
+    loss.
+    """
     source = mount_ext4(tmp_path / "source", tmp_path / "source.image")
     fill(source, as_root=True)
     odd = Path(os.fsdecode(os.fsencode(source) + b"/new\nline \xff"))

@@ -62,7 +62,7 @@ def subpath(point: Path) -> None:
 
 
 KINDS = pytest.mark.parametrize("make", [mount_tmpfs, ext4, overlay, subpath])
-"""The volumes are mounted at paths that contain spaces."""
+"""The kinds of volumes to test. They are mounted at paths that contain spaces."""
 
 
 def by_mounts(scratch: Path) -> InstanceWithVolumes:
@@ -451,8 +451,8 @@ def test_migration_error_reports_a_full_disk(tmp_path: Path) -> None:
 POINTS = int(os.environ.get("SHIM_TEST_KILLS", "6"))
 FILES = int(os.environ.get("SHIM_TEST_FILES", "300"))
 SIZE = int(os.environ.get("SHIM_TEST_BYTES", str(8 << 20)))
-"""The number of kills, the number of files, and the total size of the files in bytes. For a slow run, set them to 50,
-10000 and 2147483648.
+"""``POINTS`` is the number of kills, ``FILES`` the number of files, and ``SIZE`` the total size of the files in bytes.
+For a long and thorough run, set them to 50, 10000 and 2147483648.
 """
 
 

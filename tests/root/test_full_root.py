@@ -101,8 +101,8 @@ async def test_stop_survives_a_restart_although_data_is_full_or_read_only(
     await instance.run("stop")
     await instance.kill_agent()
     if fault is fill:
-        # Fill the disk again, because the stop has freed space by removing the pidfile. The killed agent may also have
-        # freed space that it used for a moment when it tried to save its state.
+        # The disk is no longer full, because the stop has removed the pidfile. In addition, the agent may have been
+        # saving its state while the disk was filled, and has since removed its temporary file. Fill the disk again.
         fill(data)
     await instance.start_agent()
     with pytest.raises(RpcRemoteError, match=r"cannot write .*supervisor\.json"):

@@ -15,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.root
 
 ROUNDS = int(os.environ.get("SHIM_PID_REUSE_ROUNDS", "30"))
-"""Ten thousand rounds take about half an hour."""
+"""Number of rounds. Ten thousand take about half an hour."""
 
 
 @pytest.mark.attack("a job exits so that its process id is reused between the check and the signal")

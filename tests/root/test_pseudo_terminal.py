@@ -1,4 +1,6 @@
-"""Programs on a new pseudo-terminal. It replaces each of the program's streams that is a terminal of the operator."""
+"""Programs that run on a new pseudo-terminal. It replaces those standard streams of a program that are connected to the
+operator's terminal.
+"""
 
 from __future__ import annotations
 
@@ -100,10 +102,11 @@ class Operator:
         return self.report.read_text()
 
     def ended(self) -> tuple[int, list[int | None]]:
-        """Wait until the script has ended. Return its exit code and a list.
+        """Wait until the script has exited. Return its exit code, and a list with a value for each time that
+        ``pseudo_terminal`` asked for the command line.
 
-        Each time ``pseudo_terminal`` asked for the command line, it passed the descriptor of the operator's terminal,
-        or None without a terminal. The list contains these values.
+        The value is what ``pseudo_terminal`` passed when it asked: the descriptor of the operator's terminal, or None
+        if there was no terminal.
         """
         self.eventually(lambda: self.seen() is not None and self.running.poll() is not None)
         self.seen()

@@ -37,5 +37,5 @@ def test_systemd_unit_is_valid(tmp_path: Path, name: str) -> None:
 
 
 def test_systemd_unit_check_detects_an_unknown_key(tmp_path: Path) -> None:
-    """The check in ``test_systemd_unit_is_valid`` would therefore detect a mistake in the unit file."""
+    """This shows that the check in ``test_systemd_unit_is_valid`` can detect a mistake in the unit file."""
     assert "Unknown key" in verify(tmp_path, UNIT.read_text().replace("KillMode=", "KilMode="))

@@ -48,8 +48,8 @@ return said
 
 
 def test_root_with_capabilities_changes_owners(box: Machine, inside: Inside) -> None:
-    """In ``test_boot_keeps_owners_that_it_cannot_change``, the owners therefore differ only because a capability is
-    missing.
+    """This shows that in ``test_boot_keeps_owners_that_it_cannot_change`` the owners differ only because a capability
+    is missing.
     """
     assert inside(BOOT) is None
     assert box.run("stat -c '%a %U:%G' /var/vcap/data/sys/log") == "750 root:vcap\n"
