@@ -16,8 +16,8 @@ allocate, so a collection during the imports would only waste time.
 
 
 def take_stdout() -> int:
-    """Return a descriptor of standard output for the response. Everything that libraries and child processes print
-    there from now on goes to standard error.
+    """Redirect standard output to standard error, so that nothing that libraries and child processes print gets into
+    the response. Return a descriptor of the original standard output, to which the response is written.
     """
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process exits

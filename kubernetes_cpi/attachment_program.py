@@ -3,14 +3,14 @@
 The CPI passes the text of this file to a container as an argument, where any Python from 3.9 on runs it. It imports
 only the standard library, and no module imports it.
 
-    attach DISK TARGET POD_UID              mount DISK on TARGET, and end only once it is unmounted again after SIGTERM
+    attach DISK TARGET POD_UID              mount DISK on TARGET, wait for SIGTERM, unmount DISK, and exit
     detach TARGET POD_UID HOLDER PATIENCE   unmount the disk of the attachment whose pod has the UID HOLDER
     bound DIRECTORY                         stop root of a user namespace from filling the VM's directory
-    reboot POD_UID GRACE                    end PID 1 of the VM's container, which the kubelet then restarts
+    reboot POD_UID GRACE                    terminate PID 1 of the VM's container, so that the kubelet restarts it
 
 DISK is the path at which the claim is mounted in the helper. TARGET lies below a directory of the node that is mounted
-into both the helper and the VM. The VM's processes are found by the UID of its pod in their cgroup paths, which
-requires the node's pid namespace.
+into both the helper and the VM. A process belongs to the VM if its cgroup path contains the UID of the VM's pod. This
+program can see these processes only in the node's PID namespace.
 
 If a VM is allowed to mount, its root user can move a mount, bind it elsewhere, clone it and rename its directory. A
 path therefore does not identify a disk. Instead, this program looks for the disk's device and root in its own mount
@@ -18,8 +18,8 @@ table and in those of all threads of the VM, and for its device among their open
 
 Any unprivileged process on the node can have a hundred thousand mounts with long names in each of its mount namespaces.
 This program therefore reads mount tables line by line, and does not read one again for each process that shares it. It
-also never inspects a file that another process has open in a way that queries the file system, because that file system
-might never answer.
+also makes no system call that would have to ask the file system of a file that another process has open, because that
+file system might never answer.
 """
 
 from __future__ import annotations
@@ -436,7 +436,7 @@ def reboot(uid: str, grace: float) -> None:
 def processes(uid: str) -> Iterator[int]:
     """Return the processes of the pod.
 
-    Their cgroup path contains its UID, with dashes or, under systemd, with underscores.
+    The cgroup path of such a process contains the pod's UID, with dashes or, under systemd, with underscores.
     """
     forms = (uid, uid.replace("-", "_"))
     for name in os.listdir("/proc"):

@@ -1,4 +1,4 @@
-"""PodDisruptionBudgets of instance groups, so that a node drain evicts only one VM of a group at a time.
+"""PodDisruptionBudgets for instance groups, so that a node drain evicts only one VM of a group at a time.
 
 Because VMs are bare pods, a budget can only state an absolute number of available pods. It is one less than the number
 of VMs in the group.

@@ -132,7 +132,9 @@ def _exists(session: Session, vm: str) -> bool:
 
 
 def owner_of(pod: Object) -> str:
-    """Return the name of the VM that this pod is or helps, or the pod's own name if this CPI did not create it."""
+    """Return the name of the VM to which the pod or helper pod belongs, or the pod's own name if this CPI did not
+    create it.
+    """
     labels = pod["metadata"].get("labels") or {}
     owner: str = labels.get(names.VM) or pod["metadata"]["name"]
     return owner

@@ -43,7 +43,7 @@ class Access(msgspec.Struct):
 
     server: str
     ca: str = ""
-    """PEM."""
+    """CA certificate of the API server, in PEM format."""
     is_verified: bool = True
     tls_server_name: str = ""
     proxy: str = ""

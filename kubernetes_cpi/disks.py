@@ -224,8 +224,8 @@ def _pod(session: Session, vm: str) -> Object:
 
 
 def _release(session: Session, disk: str, held: claims.Held) -> None:
-    """Make pods release a disk that their VMs have detached but that they still mount: end each pod or recreate it
-    without the disk.
+    """Make those pods unmount a disk whose VMs have already detached it: delete each pod, or recreate it without the
+    disk.
     """
     for other in dict.fromkeys([*held.lingering, *filter(None, [held.detached_from])]):
         pod = session.find(PODS, other, names.KIND_VM)

@@ -35,7 +35,9 @@ METHODS: Final[Mapping[str, Callable[..., Any]]] = {
     "snapshot_disk": snapshots.create,
     "delete_snapshot": snapshots.delete,
 }
-"""These functions take a session, followed by the arguments of the method."""
+"""The function for each method. It takes a session (or, for the methods in ``LOCAL``, the configuration), followed by
+the arguments of the method.
+"""
 LOCAL: Final = frozenset({"create_stemcell", "delete_stemcell", "calculate_vm_cloud_properties"})
 """Methods that need no cluster. Their functions take the configuration instead of a session."""
 ENV: Final = slice(5, 6)

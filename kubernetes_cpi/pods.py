@@ -128,8 +128,9 @@ def end(
 
     With ``is_name_needed``, also wait until the object is gone, so that a pod of the same name can be created.
 
-    The node must confirm that the containers have ended within the grace period plus `timeouts.delete_vm`. If it does
-    not and the node is Ready, ``CpiError`` is raised; if the node may be dead, the pod is deleted by force.
+    The node must confirm within the grace period plus `timeouts.delete_vm` that the containers have ended. Without this
+    confirmation, ``CpiError`` is raised if the node is Ready. If it is not, the node may be dead, so the pod is deleted
+    by force.
     """
     asked = session.client.delete(PODS, namespace, name, grace_s=grace_s)
     if asked is None:

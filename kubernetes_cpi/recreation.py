@@ -161,8 +161,9 @@ def _record_intent(session: Session, pod: Object, disks: Sequence[str]) -> Inten
 def _is_in_use(session: Session, pod: Object) -> bool:
     """Return True if the VM is in use, that is, if its pod is ready.
 
-    If the VM was just shut down, its pod may still be reported as ready. A pod that cannot be recreated must therefore
-    stay ready for `timeouts.unmount` seconds.
+    If the VM was just shut down, its pod may still be reported as ready for a while. Recreating such a pod does no
+    harm. If the pod cannot be recreated, however, the call would fail for a VM that is not in use. Therefore, such a
+    pod counts as in use only if it stays ready for `timeouts.unmount` seconds.
     """
     if can_recreate(pod) or not pods.is_ready(pod):
         return pods.is_ready(pod)

@@ -117,8 +117,8 @@ def create(
 def delete(session: Session, vm: Cid) -> None:
     """Delete a VM and all its objects except persistent disks.
 
-    The VM's pod is ended first. The attachments can end only then, because they wait until the VM no longer uses their
-    disks.
+    The VM's pod is deleted first. Only then can the attachments exit, because they wait until the VM no longer uses
+    their disks.
     """
     namespace = session.namespace_of(vm)
     pod, secret = _find_objects(session, vm)
@@ -240,8 +240,8 @@ def _parse(session: Session, agent_id: str, stemcell: str, given: Object, wanted
 
 
 def _attach_way(session: Session, vm: Vm) -> str:
-    """Return the way in which disks reach the running VM (``Vm.attach``), chosen so that no address changes that the
-    Director has already read.
+    """Return how disks are to be attached to the running VM (``Vm.attach``). Ways that would change an address that the
+    Director has already read are excluded.
     """
     reason = "the tier `restricted` admits no live disks"
     if vm.properties.tier != "restricted":
@@ -289,7 +289,7 @@ def _hold_disks(session: Session, vm: Vm, disks: Sequence[str]) -> list[str]:
 
 def _create_pod(session: Session, vm: Vm, base: Object, disks: Sequence[str], *, is_reserving: bool) -> Object:
     """Create the claims and the pod of a VM, or reuse those of an earlier attempt. Return the pod. With
-    ``is_reserving``, the claims include that of the persistent disk in the VM's properties, if they have one.
+    ``is_reserving``, also create the claim of the persistent disk, if the VM's properties contain one.
     """
     mounted = list(disks)
     if vm.has_data_claim:
