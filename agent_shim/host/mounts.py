@@ -84,7 +84,9 @@ def _text(field: bytes) -> str:
     """Decode the kernel's octal escapes (blank, tab, newline, backslash, ``#``). Invalid UTF-8 is preserved as
     surrogates.
     """
-    return os.fsdecode(_ESCAPE.sub(lambda match: bytes([int(match[1], 8) & 0xFF]), field))
+    if b"\\" in field:
+        field = _ESCAPE.sub(lambda match: bytes([int(match[1], 8) & 0xFF]), field)
+    return os.fsdecode(field)
 
 
 def mounts() -> list[Mount]:

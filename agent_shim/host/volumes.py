@@ -12,7 +12,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -164,11 +164,12 @@ def holders(places: Sequence[Path]) -> list[Holder]:
         for mount in mounts.mounts()
         if any(place in mount.point.parents for place in places)
     ]
-    found += _loop_devices(places)
+    names = [str(place) for place in places]
+    found += _loop_devices(names)
     devices = {place.stat().st_dev for place in places if is_directory(place)}
     processes = proc.table()
     del processes[os.getpid()]
-    for pid, uses in proc.uses(processes.keys(), lambda path: _is_below(path, places), devices).items():
+    for pid, uses in proc.uses(processes.keys(), lambda path: _is_below(path, names), devices).items():
         if uses:
             name = " ".join(proc.command_line(pid).split())[:80]
             text = f"pid {pid} ({name}) {_USES[uses[0].kind].format(uses[0].path)}"
@@ -185,7 +186,7 @@ _USES: Final = {
 }
 
 
-def _loop_devices(places: Sequence[Path]) -> Iterator[Holder]:
+def _loop_devices(places: Sequence[str]) -> Iterator[Holder]:
     for backing in BLOCK_DEVICES.glob("loop*/loop/backing_file"):
         with suppress(OSError):
             path = os.fsdecode(backing.read_bytes()).strip()
@@ -193,5 +194,5 @@ def _loop_devices(places: Sequence[Path]) -> Iterator[Holder]:
                 yield Holder(0, 0, f"loop device {backing.parts[-3]} shows {path}")
 
 
-def _is_below(path: str, places: Iterable[Path]) -> bool:
-    return any(path == str(place) or path.startswith(f"{place}/") for place in places)
+def _is_below(path: str, places: Sequence[str]) -> bool:
+    return any(path.startswith(place) and path[len(place) : len(place) + 1] in ("", "/") for place in places)

@@ -135,12 +135,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str]) -> int:
+def answer(argv: list[str], state: dict[str, Any]) -> tuple[int, str]:
+    """Return the exit code and the output of a command."""
     # Move global options behind the command, because argparse expects them there but the CLI accepts them before it.
     while argv and argv[0] in ("-d", "-n", "--json"):
         taken = 2 if argv[0] == "-d" else 1
         argv = [*argv[taken:], *argv[:taken]]
-    cli = _Cli(json.loads(Path(os.environ["STAND_IN_BOSH"]).read_text()))
+    cli = _Cli(state)
     try:
         cli.run(argv)
         cli.output["Lines"].append("Succeeded")
@@ -148,9 +149,10 @@ def main(argv: list[str]) -> int:
     except CliError as exc:
         cli.output["Lines"] += [str(exc), "Exit code 1"]
         code = 1
-    sys.stdout.write(json.dumps(cli.output, indent=4) + "\n")
-    return code
+    return code, json.dumps(cli.output, indent=4) + "\n"
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code, output = answer(sys.argv[1:], json.loads(Path(os.environ["STAND_IN_BOSH"]).read_text()))
+    sys.stdout.write(output)
+    sys.exit(code)

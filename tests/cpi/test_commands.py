@@ -1,28 +1,32 @@
-"""The operator commands ``doctor`` and ``leftovers``, run as processes."""
+"""The operator commands ``doctor`` and ``leftovers``."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import io
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
 
-from kubernetes_cpi import doctor
+from kubernetes_cpi import commands, doctor
 from kubernetes_cpi.records import UNFINISHED
+from tests.cpi import bosh_cli
 from tests.cpi.calls import DIRECTOR, CpiCalls
 from tests.cpi.fake_api import FakeApiServer, FakeCluster, Object, RefusalError
 from tests.support.source import ROOT
 
 
 def command(cpi: CpiCalls, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """Run an operator command. Return its standard output, or its standard error if there is none, and its exit
-    code.
+    """Run an operator command as a process. Return its standard output, or its standard error if there is none, and its
+    exit code.
     """
     line = [sys.executable, "-m", "kubernetes_cpi", arguments[0], "--config", str(cpi.file), *arguments[1:]]
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=env)
@@ -102,18 +106,38 @@ def test_cpi_doctor_reports_only_a_rejected_token(cpi: CpiCalls, server: FakeApi
 # --- leftovers --------------------------------------------------------------------------------------------------------
 
 
-REAL = f'exec {sys.executable} {ROOT}/tests/cpi/bosh_cli.py "$@"'
-
-
 class DirectorCli:
-    """Installs a stand-in for the bosh CLI in PATH, which reports what the Director's database contains."""
+    """Installs a stand-in for the bosh CLI in PATH, which reports what the Director's database contains.
+
+    The stand-in is a shell script that lets a thread of this process answer, because each command runs it about ten
+    times, and starting an interpreter takes twenty times longer.
+    """
 
     def __init__(self, directory: Path) -> None:
-        self.file = directory / "director.json"
+        self._asked, self._answered = directory / "asked", directory / "answered"
+        self.script = f"""
+            printf '%s\\0' "$@" >{self._asked}
+            {{ read code; cat; }} <{self._answered}
+            exit "$code"
+        """
+        self._state: dict[str, Any] = {}
         self.bin = directory / "bin"
         self.bin.mkdir()
-        self.replace_with(REAL)
+        self.replace_with(self.script)
         self.set_records()
+        for pipe in (self._asked, self._answered):
+            os.mkfifo(pipe)
+        threading.Thread(target=self._answer, daemon=True).start()
+
+    def _answer(self) -> None:
+        while asked := self._asked.read_text():
+            code, output = bosh_cli.answer(asked.split("\0")[:-1], self._state)
+            self._answered.write_text(f"{code}\n{output}")
+
+    def close(self) -> None:
+        """End the thread. If it waits for a script that was killed, it stays until this process exits."""
+        with contextlib.suppress(OSError):
+            os.close(os.open(self._asked, os.O_WRONLY | os.O_NONBLOCK))
 
     def replace_with(self, script: str) -> None:
         """Replace the stand-in with a shell script."""
@@ -121,20 +145,32 @@ class DirectorCli:
         (self.bin / "bosh").chmod(0o755)
 
     def set_records(self, **state: Any) -> None:
-        self.file.write_text(json.dumps({"info": {"uuid": DIRECTOR}, "deployments": {}, **state}))
+        self._state = {"info": {"uuid": DIRECTOR}, "deployments": {}, **state}
 
     @property
     def environment(self) -> dict[str, str]:
-        return {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}", "STAND_IN_BOSH": str(self.file)}
+        return {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}"}
 
 
 @pytest.fixture
-def director(tmp_path: Path) -> DirectorCli:
-    return DirectorCli(tmp_path)
+def director(tmp_path: Path) -> Iterator[DirectorCli]:
+    made = DirectorCli(tmp_path)
+    yield made
+    made.close()
 
 
 def leftovers(cpi: CpiCalls, director: DirectorCli, *arguments: str) -> tuple[str, int]:
-    return command(cpi, "leftovers", *arguments, env=director.environment)
+    """Run ``leftovers`` in this process, because starting an interpreter takes longer than most of these tests. Return
+    the same as ``command``.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, director.environment),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        code = commands.run(["leftovers", "--config", str(cpi.file), *arguments])
+    return out.getvalue() or err.getvalue(), code
 
 
 def test_leftovers_unknown_to_the_director_are_listed_and_deleted(
@@ -147,13 +183,13 @@ def test_leftovers_unknown_to_the_director_are_listed_and_deleted(
     director.set_records(deployments={"db": {"instances": [[known, [disk]]], "vms": [{"cid": known}]}})
     before = cluster.snapshot()
 
-    out, code = leftovers(cpi, director)
+    out, code = command(cpi, "leftovers", env=director.environment)
     assert (code, cluster.snapshot()) == (1, before)
     assert f"{lost}: pods/{lost}, pods/attach-" in out
     assert f"{stray}: persistentvolumeclaims/{stray}" in out
     assert known not in out
 
-    out, code = leftovers(cpi, director, "--delete")
+    out, code = command(cpi, "leftovers", "--delete", env=director.environment)
     assert code == 0
     assert f"{lost}: deleted" in out
     assert f"`kubectl -n bosh delete persistentvolumeclaim {stray}` deletes its data" in out
@@ -229,7 +265,7 @@ def test_leftovers_are_kept_after_an_incomplete_director_answer(
     cpi.create_vm()
     director.set_records(deployments={"db": {}})
     before = cluster.snapshot()
-    director.replace_with(f'[ "${{2%%[?]*}}" != "{path}" ] || {{ {script}; exit 0; }}\n{REAL}')
+    director.replace_with(f'[ "${{2%%[?]*}}" != "{path}" ] || {{ {script}; exit 0; }}\n{director.script}')
 
     out, code = leftovers(cpi, director, "--delete")
 
@@ -253,7 +289,7 @@ def test_leftovers_are_kept_without_the_instances_table(
     director.set_records(deployments={"db": {}})
     before = cluster.snapshot()
     answer = f'{{"Tables": {table}, "Blocks": null, "Lines": ["Succeeded"]}}'
-    director.replace_with(f"""[ "$1" != instances ] || {{ echo '{answer}'; exit; }}\n{REAL}""")
+    director.replace_with(f"""[ "$1" != instances ] || {{ echo '{answer}'; exit; }}\n{director.script}""")
 
     out, code = leftovers(cpi, director, "--delete")
 

@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 import gc
 import json
+import socket
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -196,16 +198,25 @@ async def test_connection_to_a_server_that_pings_without_reading_is_closed(monke
     answers to the server's pings would accumulate in memory.
     """
     monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 200_000)
+    loop = asyncio.get_running_loop()
+    connect = loop.sock_connect
     sent = 0
+
+    async def connect_with_small_buffer(sock: socket.socket, address: Any) -> None:
+        """Connect so that the kernel buffers little. With its default buffers, it would take a million pings."""
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        await connect(sock, address)
 
     async def script(wire: ClientConnection) -> None:
         nonlocal sent
         await wire.greet()
+        wire.shrink_receive_buffer()
         with contextlib.suppress(OSError):
             while sent < 50_000_000:
                 await wire.push(b"PING\r\n" * 10_000 + b"PONG\r\n" * 5)
                 sent += 60_000
 
+    monkeypatch.setattr(loop, "sock_connect", connect_with_small_buffer)
     async with facing(script, asking) as bus:
         await until(lambda: bus.stats.connects >= 2)
     assert sent < 50_000_000

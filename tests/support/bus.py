@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -135,6 +136,10 @@ class ClientConnection:
         await self.expect("SUB agent.agent ")
         await self.expect("PING")
         self.send(b"PONG\r\n")
+
+    def shrink_receive_buffer(self) -> None:
+        """Let the kernel buffer only a few kilobytes of what the server does not read."""
+        self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
 
     async def answer_pings(self) -> None:
         """Act as an idle server that answers pings until the client leaves. Other messages are ignored."""

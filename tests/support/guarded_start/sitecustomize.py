@@ -4,9 +4,10 @@ at its start if this directory is in ``PYTHONPATH``.
 
 import os
 import sys
-from pathlib import Path
 
 if "run" in sys.orig_argv and (reports := os.environ.pop("AGENT_SHIM_LOOP_REPORTS", "")):
+    from pathlib import Path  # Most programs do without it, and importing it doubles the time in which Python starts.
+
     from tests.support import loop_guard
 
     loop_guard.install(Path(reports))
