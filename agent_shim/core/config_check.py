@@ -7,6 +7,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ def mistakes(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
     if len(arms) == 1 and value is not None:
         yield from mistakes(value, arms[0], path)
     elif isinstance(value, dict) and _is_struct(wanted):
-        types_by_name = {field.encode_name: field.type for field in msgspec.structs.fields(wanted)}
+        types_by_name = _types(wanted)
         for name, member in value.items():
             yield from mistakes(member, types_by_name[name], f"{path}.{name}")
     elif isinstance(value, dict) and origin is dict:
@@ -79,6 +80,11 @@ def all_keys(wanted: Any, path: str = "") -> Iterator[str]:
         yield f"{path}{field.encode_name}"
         if _is_struct(field.type):
             yield from all_keys(field.type, f"{path}{field.encode_name}.")
+
+
+@cache  # because msgspec evaluates all annotations of a struct each time
+def _types(wanted: type[msgspec.Struct]) -> dict[str, Any]:
+    return {field.encode_name: field.type for field in msgspec.structs.fields(wanted)}
 
 
 def _is_struct(wanted: Any) -> bool:
