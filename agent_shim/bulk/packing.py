@@ -49,7 +49,6 @@ MAX_JOB_ENTRIES: Final = 20_000
 """Maximum number of entries packed below each top-level directory of a live tree, which bounds the memory that a job
 can consume.
 """
-MAX_REMARKS: Final = 1_000
 LIVE_TIMEOUT_S: Final = 1200.0
 """Maximum time for packing a live tree. After that the rest is left out."""
 MAX_FIXED_BYTES: Final = archive.MAX_BYTES
@@ -335,8 +334,6 @@ class _ArchiveWriter:
         """Finish the archive, and return its digests. If there are any remarks, add them as the entry ``remarks``."""
         if self._is_live and self._remarks:
             lines = [f"{guarded.shown(name)}: {what}\n" for name, what in sorted(self._remarks.items())]
-            if len(lines) > MAX_REMARKS:
-                lines[MAX_REMARKS:] = [f"and {len(lines) - MAX_REMARKS} more\n"]
             self._sink.write_text(f"./{remarks}", "".join(lines))
         return self._sink.finish()
 
