@@ -1,5 +1,5 @@
-"""Converts a VM's networks into the agent's network settings, into annotations and the DNS configuration of the pod, and
-into Services for `vip` networks.
+"""Converts a VM's networks into the agent's network settings, into annotations and the DNS configuration of the pod,
+and into Services for `vip` networks.
 """
 
 from __future__ import annotations

@@ -290,8 +290,8 @@ async def _write_monit_user(paths: Paths, password: str) -> str | None:
 
 
 async def _restore_instance(agent: Agent) -> str | None:
-    """Load the spec. On a new root file system, restore its links and instance files. Return None if they were restored,
-    otherwise the reason why not.
+    """Load the spec. On a new root file system, restore its links and instance files. Return None if they were
+    restored, otherwise the reason why not.
     """
     spec = await agent.spec.load()
     if not agent.state_backup.root_is_new:

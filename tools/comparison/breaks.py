@@ -70,9 +70,7 @@ BREAKS: Final[dict[str, Break]] = {
     "programs start in /tmp": Break(
         _SPAWN, "cwd=str(self.directory()), user=user", 'cwd="/tmp", user=user', "ctl start script: directory"
     ),
-    "programs have another umask": Break(
-        "host/process.py", "umask=0o022", "umask=0o077", "ctl start script: umask"
-    ),
+    "programs have another umask": Break("host/process.py", "umask=0o022", "umask=0o077", "ctl start script: umask"),
     "programs ignore their user": Break(
         _SPAWN, "program.uid or None, program.gid or None", "None, None", "plain lives: user"
     ),
