@@ -173,15 +173,17 @@ def oom_group(cgroup: Cgroup) -> Path | None:
     """Return the path of ``memory.oom.group`` if it makes the OOM killer kill all processes of this container together,
     or None if only one process is killed.
 
-    In version 2, a kubelet sets this file to 1 for every container, unless its ``singleProcessOOMKill`` is true. Only
-    the top of the mount is examined: the container's cgroup or, outside a container, the root cgroup, which has no such
-    file. Further down, the file is not touched, because an operator has set it on purpose (``OOMPolicy=kill`` in a
-    systemd unit).
+    In version 2, a kubelet sets this file to 1 for every container, unless its ``singleProcessOOMKill`` is true. The
+    container's cgroup is the top of the mount or, in the cgroup namespace of the host, in which containerd leaves
+    privileged containers, our own cgroup if it also contains PID 1. Any other file is not touched, because an operator
+    has set it on purpose (``OOMPolicy=kill`` in a systemd unit).
     """
     if cgroup.memory is None or cgroup.memory.version != 2:
         return None
-    path = cgroup.memory.levels[-1] / "memory.oom.group"
-    return path if _text(path).strip() == "1" else None
+    ours, top = cgroup.memory.levels[0], cgroup.memory.levels[-1]
+    has_init = "1" in _text(ours / "cgroup.procs").split()
+    paths = [level / "memory.oom.group" for level in ([ours, top] if has_init else [top])]
+    return next((path for path in paths if _text(path).strip() == "1"), None)
 
 
 def end_oom_group(cgroup: Cgroup) -> bool:

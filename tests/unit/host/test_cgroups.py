@@ -181,6 +181,17 @@ def test_oom_group_is_disabled_only_in_the_containers_own_cgroup(tmp_path: Path)
     assert (tmp_path / "leaf/memory.oom.group").read_text().strip() == "1"
 
 
+def test_oom_group_is_found_in_the_cgroup_namespace_of_the_host(tmp_path: Path) -> None:
+    """containerd leaves privileged containers in this namespace, where the top is the root cgroup of the machine. The
+    container's cgroup is the one that also contains PID 1.
+    """
+    write(tmp_path / "leaf", {"memory.oom.group": "1\n", "cgroup.procs": "1\n17\n"})
+
+    assert cgroups.oom_group(version_2(tmp_path, "leaf")) == tmp_path / "leaf/memory.oom.group"
+    assert cgroups.end_oom_group(version_2(tmp_path, "leaf"))
+    assert (tmp_path / "leaf/memory.oom.group").read_text() == "0"
+
+
 UNIFIED = b"31 23 0:28 / /sys/fs/cgroup ro - cgroup2 cgroup rw,nsdelegate\n"
 UNIFIED_OF_POD = b"31 23 0:28 /kubepods/pod1 /sys/fs/cgroup ro - cgroup2 cgroup rw\n"
 SPLIT = b"""32 31 0:29 /docker/1 /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct
