@@ -19,7 +19,8 @@ __all__ = ["SERVER_TIMEOUT_S", "NatsServer", "knowing", "nats_server"]
 
 
 class NatsServer(broker.NatsServer):
-    """A server that drops a client after ``ping_max`` unanswered pings, sent every ``ping_interval`` seconds.
+    """A server that pings its clients every ``ping_interval`` seconds, and drops a client after ``ping_max`` unanswered
+    pings.
 
     The defaults are those of the Director's nats-server.
     """

@@ -1,7 +1,7 @@
 """How each CPI treats its containers: where it writes the settings, where it mounts disks, and how it attaches disks.
 
-Names, paths and modes are those of the CPIs. However, directories that belong in the root directory are below ``/mnt``,
-because test machines cannot create any in their root directory.
+Names, paths and modes are the same as in the CPIs. However, directories that belong in the root directory are below
+``/mnt``, because test machines cannot create any in their root directory.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class _SleepFinder(threading.Thread):
         callback.begun_at = time.perf_counter()
 
     def end(self) -> str:
-        """Record that the callback has ended.
+        """Record that the callback has returned.
 
         Return the system call and the place in the code where the thread was seen asleep, or "" if it was never asleep.
         """

@@ -66,7 +66,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class SimulatedProcess:
-    """A simulated process or program. ``over`` is set once it has ended."""
+    """A simulated process or program. ``over`` is set once it has exited."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -141,7 +141,7 @@ class SimulatedMachine:
         self.process = self.new()
 
     def end(self) -> None:
-        """End the simulated process."""
+        """Let the simulated process exit."""
         assert self.process is not None
         self.process.end()
 
@@ -246,7 +246,7 @@ class PlayedFinder:
 
 
 class PlayedKeepers:
-    """Replaces ``Keepers`` and ends the processes of a ``SimulatedMachine``."""
+    """Replaces ``Keepers`` and terminates the processes of a ``SimulatedMachine``."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self.machine = machine

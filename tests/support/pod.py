@@ -1,7 +1,7 @@
 """An instance with a bus and a Director. Its container can be replaced while its volumes are kept. Needs root.
 
 Each container is a new machine (``tests.support.machine``) with new pids and a new root file system. The test decides
-which volumes it keeps. Containers end with SIGKILL, as under container runtimes.
+which volumes it keeps. Containers are stopped with SIGKILL, as container runtimes do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ the containers.
 
 
 def end(entered: subprocess.Popen[bytes], number: signal.Signals = signal.SIGTERM) -> None:
-    """Send a signal to the program that ``Machine.popen`` has started, and wait until the program has ended.
+    """Send a signal to the program that ``Machine.popen`` has started, and wait until the program has exited.
 
     ``entered`` is only the process that has entered the machine's namespaces. The program is its child.
     """

@@ -33,7 +33,9 @@ EXAMPLE = "localhost/agent-shim/example"
 BASE = "localhost/agent-shim/debian"
 
 SECRETS = {"pip_conf": Path("/etc/pip.conf"), "ca_bundle": Path("/etc/ssl/certs/ca-certificates.crt")}
-"""Build secrets that let a build reach a package mirror. They are passed if they exist, and end up in no image."""
+"""Build secrets that let a build reach a package mirror. They are passed if they exist, and do not become part of any
+image.
+"""
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ class Container:
         return (await asyncio.to_thread(self.podman.run, "exec", self.name, *command)).returncode
 
     async def until(self, code: int, *command: str) -> None:
-        """Wait until a command in the container exits with this code. Fail the test if the container ends first."""
+        """Wait until a command in the container exits with this code. Fail the test if the container exits first."""
         async with asyncio.timeout(60):
             while await self.status_of(*command) != code:
                 if not await self.is_running():
@@ -215,7 +217,7 @@ class Container:
         await self.ended()
 
     async def start(self) -> None:
-        """Start the container again with the files that it had when it ended."""
+        """Start the container again with the files that it had when it exited."""
         await asyncio.to_thread(self.podman, "start", self.name)
 
     async def stop(self) -> int:

@@ -169,7 +169,7 @@ class Stand:
     async def stop(self, limit: float | None = None) -> float:
         """Stop all jobs and return the duration in seconds.
 
-        Check that all processes of the jobs end, not only those in pidfiles.
+        Check that all processes of the jobs have exited, not only those in pidfiles.
         """
         before = self.witness.processes()
         took = await self.world.run("stop", limit=limit)
@@ -212,9 +212,7 @@ class Stand:
         self.omitted[invariant] = why
 
     def dies(self, *names: str, times: int | None = 1) -> None:
-        """Declare that the fault ends the processes of these jobs, and that the agent is expected to start them
-        again.
-        """
+        """Declare that the fault kills the processes of these jobs, and that the agent must start them again."""
         self.involved |= set(names)
         self.told |= {rf"^{name} \(127\.0\.0\.1\) - Does not exist - restart, severity 1$": times for name in names}
 

@@ -85,7 +85,7 @@ class StatefulAgent:
         self.is_recovered = await self.supervisor.recover(root_is_new=self.backup.root_is_new)
 
     async def end(self) -> None:
-        """End the agent without saving anything, as if it were killed."""
+        """Stop the agent without saving anything, as if it were killed."""
         self.supervisor.disown()
         await self.supervisor.close()
         for hold in self.leases.held.values():

@@ -231,7 +231,7 @@ class Tracer:
 
 
 def _group(tid: int) -> int:
-    """Return the pid of the process to which a thread belongs, or 0 if the thread has ended."""
+    """Return the pid of the process to which a thread belongs, or 0 if the thread has exited."""
     with suppress(OSError):
         for line in Path(f"/proc/{tid}/status").read_text().splitlines():
             if line.startswith("Tgid:"):

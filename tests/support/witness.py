@@ -48,7 +48,9 @@ PONG: Final = 1.0
 BUSY: Final = 30.0
 """Seconds after which a ping counts as late even on a busy machine."""
 SETTLED: Final = 10.0
-"""Seconds within which jobs must reach their state, alerts must arrive, and ending processes must have exited."""
+"""Seconds within which jobs must reach their state, alerts must arrive, and processes that are being stopped must have
+exited.
+"""
 BEAT: Final = 35.0
 """Seconds within which a heartbeat must arrive: the interval, and five more for a busy machine."""
 TASK: Final = 60.0
@@ -645,7 +647,9 @@ class Witness:
         return found
 
     async def _lane_idle(self) -> list[str]:
-        """Wait up to a minute for earlier requests to end."""
+        """Wait up to a minute until the tasks of earlier requests have finished. Return a violation of I8 if this takes
+        longer.
+        """
         running: float | None = None
         for _ in range(60):
             running = self._stand.read_metric("agent_shim_tasks_running")

@@ -57,7 +57,7 @@ class LocalAgent:
         return document
 
     async def run(self, method: str, *arguments: Any, protocol: int = 3) -> dict[str, Any]:
-        """Run an action and return its final reply. If it is a task, poll it until it ends."""
+        """Run an action and return its final reply. If it is a task, poll it until it has finished."""
         reply = await self.call(method, *arguments, protocol=protocol)
         async with asyncio.timeout(60):
             while is_running(reply):

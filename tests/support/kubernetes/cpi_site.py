@@ -144,7 +144,7 @@ class Site:
     async def unheld(self) -> list[Document]:
         """Return all objects, except deleted claims that a pod still has mounted.
 
-        The cluster removes those claims and their files as soon as the pod has ended.
+        The cluster removes those claims and their files as soon as the pod has terminated.
         """
         found = await self.objects()
         pods = [one for one in found if one["kind"] == "Pod" and not _is_ending(one)]

@@ -190,7 +190,7 @@ class Deployments:
         await self.world.agents.wait_until_ready(instance.agent, timeout=READY_S)
 
     async def ask(self, instance: DeployedInstance, method: str, *arguments: Any) -> Any:
-        """Run an action, wait until it has ended, and return its value."""
+        """Run an action, wait until it has finished, and return its value."""
         return await self.world.agents.run(instance.agent, method, *arguments)
 
     # --- disks --------------------------------------------------------------------------------------------------------

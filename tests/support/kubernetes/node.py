@@ -169,7 +169,8 @@ class KubeletNode:
             "failSwapOn": False,
             "makeIPTablesUtilChains": False,
             "enableControllerAttachDetach": False,
-            # Do not change these limits, because some machines do not allow raising them.
+            # Keep the usual OOM score and a low limit for open files, because some machines do not allow changing the
+            # score or raising the limit.
             "oomScoreAdj": 0,
             "maxOpenFiles": 16384,
             "clusterDNS": [DNS],

@@ -189,7 +189,7 @@ class Pod:
         await self.until(lambda pod: _restarts(pod) > before["restartCount"], "restarted")
 
     async def _processes(self, container: Document) -> list[int]:
-        """Return a list with the host pid of the container's PID 1, or an empty list if the container has ended."""
+        """Return a list with the host pid of the container's PID 1, or an empty list if the container has exited."""
         number = container["containerID"].removeprefix("containerd://")
         tasks = await asyncio.to_thread(self.namespace.node.ctr, "tasks", "list")
         return [
@@ -218,8 +218,8 @@ class Pod:
         """Make the liveness probe of ``end_on_request`` fail. Return the container's exit code and termination message.
 
         The preStop hook, grace period and signals are the same as for a deleted pod. However, a deleted pod may vanish
-        before the kubelet has reported how its container ended. Here the container is restarted, so the status of the
-        ended container remains available.
+        before the kubelet has reported how its container exited. Here the container is restarted, so the status of the
+        exited container remains available.
         """
         before = (await self.container())["restartCount"]
         await self.exec("touch", END)

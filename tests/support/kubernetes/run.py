@@ -1,7 +1,8 @@
 """Runs a command in new namespaces in which it can start a Kubernetes node. Missing programs are built first.
 
 The whole node (etcd, the API server, containerd, the kubelet and the containers) shares one network, mount and PID
-namespace with the command, and ends when the command ends. Its mounts, addresses and ports are not visible outside.
+namespace with the command, and is killed when the command exits. Its mounts, addresses and ports are not visible
+outside.
 
 ``KUBERNETES_PROGRAMS`` names a directory with the four programs of another Kubernetes version. It must also contain
 etcd, containerd and runc if that version needs newer versions than this machine has. If it contains CoreDNS and

@@ -1,4 +1,4 @@
-"""Small programs that tests run as real processes, and helpers to find and end them."""
+"""Small programs that tests run as real processes, and helpers to find and kill them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""``end_left.py BASE PID``: wait until process PID has ended for any reason, then kill the processes that it has left
+"""``end_left.py BASE PID``: wait until process PID has exited for any reason, then kill the processes that it has left
 behind.
 
-If a pytest worker is killed, its fixtures do not end the programs that its tests have started. These programs have
+If a pytest worker is killed, its fixtures do not kill the programs that its tests have started. These programs have
 BASE, the directory of the tests, in their command line or environment.
 """
 

@@ -52,7 +52,7 @@ class Failing(Daemon):
 
 
 def run() -> int:
-    """Run the agent until it ends."""
+    """Run the agent until it exits, and return its exit code."""
     main.Daemon = Failing  # type: ignore[misc]
     return cli.main()
 

@@ -1,4 +1,4 @@
-"""leaderless.py PIDFILE: end the main thread and continue in another thread.
+"""leaderless.py PIDFILE: exit the main thread and continue in another thread.
 
 The kernel reports such a process as a zombie without memory, files and environment, although it is running.
 """
