@@ -63,7 +63,7 @@ class Difference:
     starting the services one by one.
     """
     is_pending: bool = False
-    """Whether an earlier phase ended before the restart that it had requested, in both environments."""
+    """Whether, under both agents, an earlier phase was over before the restart that it had requested was complete."""
 
     @property
     def act(self) -> str:
@@ -401,7 +401,7 @@ def _late_phases(life: Phases) -> Iterator[str]:
 
 
 def _outlives_a_restart(life: Phases) -> bool:
-    """Return True if ``monit restart`` started a process without ending one."""
+    """Return True if ``monit restart`` started a process without signalling an old one."""
     events = {event for _, event, _ in life.get("monit restart", {}).get("events", [])}
     return "lives" in events and not any(event.startswith("SIG") for event in events)
 
@@ -439,7 +439,7 @@ def lacks_a_process(lives: list[dict[str, Any]]) -> bool:
 
 
 def is_unsteady(lives: list[dict[str, Any]]) -> bool:
-    """Return True if a process ended repeatedly although nothing was requested.
+    """Return True if a process exited repeatedly although nothing was requested.
 
     Its stand-in has then probably exited like a tool although it should have kept running.
     """
