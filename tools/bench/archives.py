@@ -57,8 +57,8 @@ async def unpacked(w: RunningAgent, name: str, size: int, files: dict[str, bytes
 
 
 async def packed(w: RunningAgent, name: str, files: int, size: int) -> dict[str, Figure]:
-    """Return the throughput of ``fetch_logs`` in MB/s for ``files`` logs of ``size`` bytes each, with that of igzip as
-    the floor, and the throughput of tar with each of several compressors.
+    """Measure the throughput in MB/s for ``files`` logs of ``size`` bytes each. Return the figure of ``fetch_logs``,
+    whose floor is igzip, and the figures of tar with several compressors.
     """
     logs = w.base / "data/sys/log"
     await asyncio.to_thread(fill, logs, files, size)

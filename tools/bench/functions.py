@@ -1,8 +1,9 @@
 """``python -m tools.bench.functions``: count the agent's functions that run in an apply, a start and a restart.
 
 Each function counts once, whichever threads run it. Comprehensions and lambdas do not count. Three numbers are printed
-for each step: all functions of ``agent_shim``; those of the supervisor's modules for states, services and requests; and
-those of its modules for states and services, without properties. ``-v`` lists the functions.
+for each step. The first counts all functions of ``agent_shim``. The second counts only functions in the supervisor's
+modules for states, services and requests. The third counts only functions in its modules for states and services,
+without properties. ``-v`` lists the functions.
 """
 
 from __future__ import annotations

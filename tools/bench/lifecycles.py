@@ -59,7 +59,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def start_by_hand(w: RunningAgent, into: list[float]) -> None:
-    """Run the start scripts and wait until all pidfiles exist. Append the duration to ``into``, then end the
+    """Run the start scripts and wait until all pidfiles exist. Append the duration to ``into``, then kill the
     processes.
     """
     before = w.starts()
