@@ -1,7 +1,7 @@
 """``python -m tools.chaos.guided TARGET [OPTION…]``: run a target of ``./dev fuzz`` with coverage guidance.
 
-The options are those of libFuzzer. Needs ``atheris``, which is not a dependency because of its size. A finding ends the
-run with a traceback and leaves its input in a file ``crash-…``.
+The options are those of libFuzzer. Needs ``atheris``, which is not a dependency because of its size. A finding stops
+the run with a traceback and leaves its input in a file ``crash-…``.
 """
 
 from __future__ import annotations

@@ -194,8 +194,8 @@ def exchange(mutant: Mutant, functions: _Functions) -> None:
 
 
 def _changed(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
-    """Yield each function that differs between two versions of a module, in both versions. A function comes before the
-    functions that it contains.
+    """Yield the old and the new code of each function that differs between two versions of a module. A function comes
+    before the functions that it contains.
     """
     if old.co_flags & inspect.CO_OPTIMIZED and old != new:
         yield old, new
