@@ -2,7 +2,7 @@
 with.
 
 Needs docker or podman, kubectl, git and the bosh CLI, and access to registries, bosh.io and GitHub. If kind is
-installed, it provides the node. Otherwise the node is that of ``./dev test-kubernetes``, which requires root.
+installed, it provides the node. Otherwise, the node of ``./dev test-kubernetes`` is used, which requires root.
 docs/try-kubernetes.md describes each step and what to try.
 
 If a step fails, the next run continues with that step. The state is in .try-kubernetes, and --remove removes
