@@ -158,7 +158,7 @@ async def test_agent_does_not_inherit_the_container_environment(podman: Podman, 
 
 
 async def test_pid_1_reaps_orphans(podman: Podman, image: str) -> None:
-    """When an orphan ends, it must not remain as a zombie."""
+    """When an orphan exits, it must not remain as a zombie."""
     async with pods.running(podman, image, options=("--network=none",)) as container:
         await container.until(1, *READY)
         waits = "until test -e /tmp/go; do sleep 0.1; done"
