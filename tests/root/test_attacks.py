@@ -275,8 +275,8 @@ async def test_pidfile_planted_in_the_bpm_directory_is_ignored(pod: PodInstance)
 
 @pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
 async def test_object_at_the_run_directory_of_a_later_job_is_moved_away(pod: PodInstance) -> None:
-    """If a job planted a link there, the start script of another job, which runs as root, would write its pidfile
-    through the link.
+    """Otherwise, if a job planted a link there, the start script of the later job, which runs as root, would write its
+    pidfile through the link.
     """
     planted = {"link": "ln -s /var/vcap/data/elsewhere", "file": "touch", "pipe": "mkfifo"}
     await pod.start()
@@ -434,7 +434,7 @@ async def test_job_cannot_read_secrets_of_the_agent(pod: PodInstance) -> None:
 
 async def test_thousands_of_job_processes_do_not_block_the_loop(pod: PodInstance) -> None:
     """With 6000 processes, reading the process table takes a tenth of a second. ``status``, ``get_state`` and a stop
-    have to read it.
+    have to read it, but must not block the event loop in the meantime.
 
     Here, a callback may sleep longer than usual, because the kernel holds the lock of the process table while thousands
     of processes exit.

@@ -706,7 +706,7 @@ return [before == adopted, log("web").splitlines()[-1], left, commands]
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_restarted_agent_adopts_an_isolated_bpm_process(inside: Inside, level: int) -> None:
-    """The new agent identifies the process by its pidfile, and a stop still ends all processes in its sandbox."""
+    """The new agent identifies the process by its pidfile, and a stop still terminates all processes in its sandbox."""
     same, last, left, commands = run(inside, level, NEXT_AGENT)
 
     assert same

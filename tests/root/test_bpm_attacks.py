@@ -321,8 +321,8 @@ def test_bpm_shell_cannot_inject_input_into_the_operators_terminal(inside: Insid
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_shell_is_interactive(inside: Inside, level: int) -> None:
-    """The shell has a named terminal and job control, and follows changes of the window size. Ctrl-C does not
-    end it.
+    """The shell has a named terminal and job control, and follows changes of the window size. Ctrl-C does not make the
+    shell exit.
     """
     operator = "/var/vcap/jobs/bpm/bin/bpm shell web; echo code $?; echo EN''D"
     typed: list[tuple[bytes, Any]] = [

@@ -330,7 +330,7 @@ outcome["errors"] = [line for line in says("nginx", "nginx", "stderr").splitline
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.skipif(not shutil.which("nginx"), reason="needs the package nginx")
 def test_nginx_runs_and_stops_under_bpm(inside: Inside, level: int, unsafe: str) -> None:
-    """nginx listens on a low port as vcap. A stop ends the master and its workers."""
+    """nginx listens on a low port as vcap. After a stop, neither the master nor a worker is running."""
     port = str(880 + 2 * level + bool(unsafe))  # machines share the network, and tests run in parallel
     found = deployed(inside, level, NGINX.replace("UNSAFE", unsafe).replace("881", port))
 

@@ -216,7 +216,9 @@ def test_mount_holders_do_not_include_the_agent_itself(tmp_path: Path) -> None:
 
 @alone
 def test_mount_holders_exclude_users_of_the_same_path_on_another_device(tmp_path: Path) -> None:
-    """In the host's PID namespace, the agent sees processes of other pods, which use the same path for another disk."""
+    """In the host's PID namespace, the agent sees processes of other pods, which use the same path for another disk.
+    They must not count as users of this disk.
+    """
     volume, store = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
     other = mount_tmpfs(tmp_path / "other")
     (other / "file").write_text("x")

@@ -1,4 +1,4 @@
-"""What happens to jobs and disks when a container ends and a new one starts with the same volumes.
+"""What happens to jobs and disks when a container exits and a new one starts with the same volumes.
 
 The containers have real mounts and pids.
 """
@@ -49,7 +49,7 @@ def events(pod: PodInstance, cid: str = "disk-1") -> list[str]:
 
 async def test_first_ping_is_answered_before_boot_steps_that_the_bus_does_not_need(pod: PodInstance) -> None:
     """In a new container, the agent installs CA certificates with a command that takes most of a second. In this test
-    the command never ends, but the agent answers nevertheless.
+    the command never exits, but the agent must answer nevertheless.
     """
     pod.start_container()
     pod.machine.write("/mnt/for-ever", "", mode=0o755)
@@ -175,8 +175,8 @@ async def test_jobs_wait_for_a_disk_that_appears_late(pod: PodInstance) -> None:
 async def test_second_container_does_not_mount_a_disk_that_the_first_still_uses(
     pod: PodInstance, tmp_path: Path
 ) -> None:
-    """A pod can be recreated on another node while its predecessor is still running. The second agent waits until the
-    first has ended.
+    """A pod can be recreated on another node while its predecessor is still running. The second agent must wait until
+    the first has exited.
     """
     await with_a_disk(pod)
     await deploy(pod, "web")

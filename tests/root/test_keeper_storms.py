@@ -1,4 +1,4 @@
-"""Keepers end fork storms in a PID namespace that, like a container, has a process limit."""
+"""Keepers kill fork storms in a PID namespace that, like a container, has a process limit."""
 
 from __future__ import annotations
 

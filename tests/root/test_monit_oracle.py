@@ -173,7 +173,7 @@ def statements(random: random.Random) -> Iterator[str]:
 def spelled(random: random.Random) -> str:
     """Return a random file with varying whitespace and comments between the statements.
 
-    A list of dependencies must end at the end of its line.
+    A list of dependencies is always followed by a line break, because it extends to the end of its line.
     """
     text = ""
     for statement in statements(random):

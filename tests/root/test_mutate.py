@@ -129,7 +129,7 @@ def test_mutation_coverage_includes_lines_of_child_processes(store: Path, monkey
 def test_mutation_run_ends_every_process_that_it_started(
     end: Callable[[subprocess.Popen[bytes]], None], tmp_path: Path
 ) -> None:
-    """Processes in other sessions are ended too. Files in the scratch directory are kept."""
+    """Processes in other sessions are killed too. Files in the scratch directory are kept."""
     command = confined.command(
         tmp_path, ["sh", "-c", 'setsid sleep 1000 & echo $! >"$1/pid"; echo up; wait', "sh", str(tmp_path)]
     )

@@ -41,7 +41,9 @@ def found(routes: str) -> list[dict[str, str] | None]:
 
 
 def test_default_address_is_the_one_on_the_default_routes_interface() -> None:
-    """Other routes may have destinations that start with zeros, such as 0.0.0.0/1, but are not default routes."""
+    """Other routes may have destinations that start with zeros, such as 0.0.0.0/1, but they must not be mistaken for
+    default routes.
+    """
     routes = """
 ip route add 0.0.0.0/1 via 10.1.0.1
 ip route add default via 10.0.0.1

@@ -38,7 +38,7 @@ http {{
 
 
 async def test_workers_of_a_killed_nginx_master_do_not_keep_its_port(world: JobTree) -> None:
-    """The supervisor ends the workers, so the first restart can use the port."""
+    """The supervisor kills the workers, so the first restart can use the port."""
     nginx = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
     assert nginx, "Debian's package nginx is needed"
     port = free_port()

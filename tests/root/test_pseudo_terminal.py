@@ -256,7 +256,9 @@ def catches(pid: int, number: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signal_to_a_terminal_session_hangs_up_the_program(operator: Operator, number: int) -> None:
-    """The session waits for the program, which can end in its own way, and then restores the operator's terminal."""
+    """The session waits for the program, which may handle SIGHUP before it exits, and then restores the operator's
+    terminal.
+    """
     operator.call("trap 'echo hung up; exit 5' HUP; echo up >&3; while :; do sleep 0.02; done")
     operator.told("up")
     operator.eventually(lambda: catches(operator.running.pid, signal.SIGHUP))
@@ -331,7 +333,7 @@ def test_line_ends_of_a_program_with_piped_input_are_translated_once(operator: O
 
 
 def test_children_that_keep_the_terminal_open_do_not_delay_the_end_of_a_session(operator: Operator) -> None:
-    """The session ends when the program ends, after all output of the program itself has appeared."""
+    """The session ends when the program has exited and all of its own output has appeared."""
     operator.call("trap '' HUP; (echo $$ >&3; exec sleep 1000) & seq 20000; exit 3")
 
     assert operator.ended()[0] == 3
@@ -343,7 +345,7 @@ def test_children_that_keep_the_terminal_open_do_not_delay_the_end_of_a_session(
     ("script", "code"), [("exit 7", 7), ("kill -TERM $$", 143), ("echo up >&3; exec sleep 1000", 130)]
 )
 def test_ctrl_c_interrupts_the_program_but_not_its_caller(operator: Operator, script: str, code: int) -> None:
-    """The caller must survive Ctrl-C to report how the program ended."""
+    """The caller must survive Ctrl-C, so that it can report how the program exited."""
     report = f"exec 3>>{operator.report}; "
     operator.call(report + script, what="in_terminal")
     if code == 130:

@@ -234,7 +234,7 @@ async with job() as one:
 @pytest.mark.parametrize("name", ["SIGINT", "SIGQUIT", "SIGTERM", "SIGHUP"])
 def test_entering_a_sandbox_forwards_signals_and_keeps_no_streams_open(told: Callable[[str], Any], name: str) -> None:
     """A process outside the sandbox forwards signals to the program. It must not keep the program's streams open, and
-    it ends with the program.
+    must exit when the program exits.
     """
     script = f"trap 'exit 5' {name[3:]}; echo up; exec >&- 2>&-; while :; do sleep 0.05; done"
     assert told(f"""{ENTERED}

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 DIES = ["setpriv", "--pdeathsig", "KILL"]
-"""Prefix for commands whose process must end when the test's child process is killed."""
+"""Prefix for commands whose process must be killed when the test's child process is killed."""
 
 _AGENT = """
 from types import SimpleNamespace
