@@ -526,7 +526,7 @@ def text_of(name: str) -> str:
 
 
 def check(result: int, what: str) -> int:
-    """Return the result of a system call, or end the program with the reason if it failed."""
+    """Return the result of a system call, or exit with the reason if the call failed."""
     if result < 0:
         raise SystemExit(f"cannot {what}: {os.strerror(ctypes.get_errno())}")
     return result

@@ -206,8 +206,8 @@ def end_all(session: Session, vm: str) -> bool:
 
 
 def reboot(session: Session, vm: Object) -> None:
-    """Restart the VM. A helper pod ends PID 1 of the VM's container, and the kubelet restarts the container with the
-    same data.
+    """Restart the VM. A helper pod terminates PID 1 of the VM's container, and the kubelet restarts the container with
+    the same data.
     """
     cid, namespace, uid = vm["metadata"]["name"], vm["metadata"]["namespace"], vm["metadata"]["uid"]
     grace = vm["spec"].get("terminationGracePeriodSeconds", 0)

@@ -115,7 +115,7 @@ def record_detach(session: Session, disk: str, vm: str) -> None:
 def users(session: Session, namespace: str, disk: str) -> list[Object]:
     """Return all pods that mount a disk or are about to, including pods that are not VMs.
 
-    Pods whose containers have ended are left out.
+    Pods whose containers have terminated are left out.
     """
     return [
         pod
@@ -126,7 +126,7 @@ def users(session: Session, namespace: str, disk: str) -> list[Object]:
 
 def _exists(session: Session, vm: str) -> bool:
     """Return True if the VM's Secret exists. create_vm creates it before anything else, and delete_vm deletes it after
-    the pod has ended.
+    the pod has terminated.
     """
     return session.client.find(SECRETS, session.namespace_of(vm), vm) is not None
 

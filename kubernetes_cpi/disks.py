@@ -63,7 +63,7 @@ def create(session: Session, size_mib: int, cloud_properties: Object | None = No
 
 def delete(session: Session, disk: Cid) -> None:
     """Delete the claim of a disk. If a pod that has detached the disk still mounts it, the cluster keeps the claim
-    until that pod ends.
+    until that pod has terminated.
     """
     claim, namespace = claims.find(session, disk), session.namespace_of(disk)
     if claim is None:
@@ -100,7 +100,7 @@ def attach(session: Session, vm: Cid, disk: Cid) -> dict[str, str]:
 
 def detach(session: Session, vm: Cid, disk: Cid) -> None:
     """Detach a disk from a VM. A disk that was attached live is unmounted immediately. A disk that has been mounted
-    since the pod was created stays mounted until the pod ends.
+    since the pod was created stays mounted until the pod terminates.
     """
     pod = session.find(PODS, vm, names.KIND_VM)
     claim = claims.find(session, disk)

@@ -29,7 +29,7 @@ created.
 HOPELESS_CLAIM: Final = r'storageclass\S* "[^"]*" not found|no storage class is set'
 """Matches an event message about a claim that will never get a volume."""
 ROOM: Final = "Insufficient|Too many pods|free ports|max volume count|anti-affinity"
-"""Matches the scheduler's message that all suitable nodes are full. This may change when other pods end."""
+"""Matches the scheduler's message that all suitable nodes are full. This may change when other pods terminate."""
 NEVER_ADMITTED: Final = frozenset({"SysctlForbidden", "AppArmor", "PodOSNotSupported", "UnexpectedAdmissionError"})
 """Reasons for which the kubelet rejects the pod permanently."""
 NEW_CLAIM_TIMEOUT_S: Final = 60
@@ -54,7 +54,7 @@ def is_ready(pod: Object) -> bool:
 
 
 def is_ending(pod: Object) -> bool:
-    """Return True for a pod whose deletion was requested, even if its containers have already ended."""
+    """Return True for a pod whose deletion was requested, even if its containers have already terminated."""
     return "deletionTimestamp" in pod["metadata"]
 
 
@@ -64,7 +64,7 @@ def has_ended(pod: Object) -> bool:
 
 
 def has_stopped(pod: Object) -> bool:
-    """Return True for a deleted pod whose containers have ended. Its object may remain for a while."""
+    """Return True for a deleted pod whose containers have terminated. Its object may remain for a while."""
     statuses = pod.get("status", {}).get("containerStatuses") or []
     return is_ending(pod) and bool(statuses) and all("terminated" in one.get("state", {}) for one in statuses)
 
@@ -105,7 +105,7 @@ def until_ready(
 
 
 def until_done(session: Session, namespace: str, pod: Object, *, timeout_s: float) -> Object:
-    """Wait until a one-shot pod is ready or has ended, and return its last state.
+    """Wait until a one-shot pod is ready or has terminated, and return its last state.
 
     Raises ``CpiError`` if it cannot start or if neither happens in time.
     """
@@ -124,13 +124,13 @@ def until_done(session: Session, namespace: str, pod: Object, *, timeout_s: floa
 def end(
     session: Session, namespace: str, name: str, *, grace_s: int | None = None, is_name_needed: bool = False
 ) -> bool:
-    """Delete a pod and wait until its containers have ended. Return False if there is no pod.
+    """Delete a pod and wait until its containers have terminated. Return False if there is no pod.
 
     With ``is_name_needed``, also wait until the object is gone, so that a pod of the same name can be created.
 
-    The node must confirm within the grace period plus `timeouts.delete_vm` that the containers have ended. Without this
-    confirmation, ``CpiError`` is raised if the node is Ready. If it is not, the node may be dead, so the pod is deleted
-    by force.
+    The node must confirm within the grace period plus `timeouts.delete_vm` that the containers have terminated. Without
+    this confirmation, ``CpiError`` is raised if the node is Ready. If it is not, the node may be dead, so the pod is
+    deleted by force.
     """
     asked = session.client.delete(PODS, namespace, name, grace_s=grace_s)
     if asked is None:
@@ -202,7 +202,7 @@ def _is_node_ready(session: Session, node: str) -> bool:
 def _oversized_request(session: Session, pod: Object) -> str:
     """Return a message if the pod requests more of a resource than the largest node has.
 
-    Return "" if it does not, or if the account may not list nodes.
+    Return "" if no request is too large, or if the account may not list nodes.
     """
     try:
         found = [one.get("status", {}).get("allocatable") or {} for one in session.client.list(NODES, "")]

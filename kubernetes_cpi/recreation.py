@@ -77,7 +77,7 @@ def recreate(session: Session, pod: Object, disks: Sequence[str]) -> Object:
 def release(session: Session, pod: Object, disk: str) -> None:
     """Make the pod of a VM release a disk that the VM has detached but the pod still mounts.
 
-    End the pod, and create a new one without the disk if the VM is in use. No new pod is created if the Director has
+    Delete the pod, and create a new one without the disk if the VM is in use. No new pod is created if the Director has
     shut the VM down or is deleting it at the same time.
     """
     vm, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]

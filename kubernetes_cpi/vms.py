@@ -436,7 +436,7 @@ def _find_objects(session: Session, vm: str) -> tuple[Object | None, Object | No
 
 
 def _remove_other_objects(session: Session, vm: str, secret: Object | None) -> None:
-    """Delete all other objects of a VM whose pod has ended."""
+    """Delete all other objects of a VM whose pod has terminated."""
     namespace = session.namespace_of(vm)
     attachments.end_all(session, vm)
     # Delete the group's objects before the Secret, which names the NetworkPolicy. If this call is interrupted, its
