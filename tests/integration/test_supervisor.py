@@ -617,6 +617,26 @@ async def test_a12_stop_of_an_unkillable_process_fails(world: JobTree, monkeypat
         monkeypatch.undo()
 
 
+async def test_stop_fails_if_the_keeper_has_children_that_are_not_shown(
+    world: JobTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example, a killed process that is being traced stays a zombie until its tracer reaps it. Whether the service
+    is stopped is decided by the keeper's report, not by what /proc shows.
+    """
+    monkeypatch.setattr(process, "send", _lose)
+    monkeypatch.setattr(Keeper, "kill", AsyncMock())
+    monkeypatch.setattr(Keeper, "processes", lambda _: [])
+    monkeypatch.setattr(keeper, "KILL_TIMEOUT_S", 0.1)
+    job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0", timeout=1)
+    async with world.supervising(job) as supervisor:
+        await in_state(supervisor, "web", "running")
+        with pytest.raises(ActionError, match="keeper of web"):
+            await supervisor.stop(wait=True)
+
+        assert info(supervisor, "web").state != "stopped"
+        monkeypatch.undo()
+
+
 async def test_start_requested_during_a_stop_runs_after_it(world: JobTree) -> None:
     """The start program must not run at the same time as the stop program."""
     job = world.job(

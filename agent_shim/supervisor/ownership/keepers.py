@@ -331,7 +331,11 @@ class Keepers:
             if not each.is_lost:
                 logger.error("%s", exc)
                 return [Left(each.pid, each.since, f"the keeper of {each.label}, which does not answer")]
-        return await asyncio.to_thread(lambda: left(one.identity for one in each.processes() if not each.is_lost))
+        alive = await asyncio.to_thread(lambda: left(one.identity for one in each.processes() if not each.is_lost))
+        if not alive and not each.is_lost and not each.state.is_childless:
+            # For example, a killed process that is being traced stays a zombie until its tracer has reaped it.
+            alive = [Left(each.pid, each.since, f"the keeper of {each.label}, which still has dead children")]
+        return alive
 
 
 def _may_have_been_below(each: proc.Stat, lost: _Lost) -> bool:
