@@ -27,10 +27,11 @@ MAX_TOLD: Final = 10
 
 
 def expected(settings: Effective, applied: Mapping[str, Any]) -> dict[str, str]:
-    """Return the expected addresses, each with the name of its network. ``applied`` are the networks of the spec.
+    """Return the expected addresses, each with a description of its network. ``applied`` is the ``networks`` section of
+    the last applied spec.
 
-    Floating addresses (vip) are not included, because no interface has them. A dynamic address is included as soon as a
-    spec that contains it has been applied.
+    Floating addresses (vip) are not included, because no interface has them. A dynamic address is included once a spec
+    that contains it has been applied.
     """
     found = {
         known.ip: f"network {name} of the settings"
@@ -47,8 +48,8 @@ def expected(settings: Effective, applied: Mapping[str, Any]) -> dict[str, str]:
 
 
 class AddressWatch:
-    """Watches the expected addresses. ``missing`` contains those that no interface had at the last check, each with the
-    name of its network.
+    """Watches the expected addresses. ``missing`` contains those that no interface had at the last check, each with a
+    description of its network.
 
     ``report`` is called with the network and a text for each address that is newly missing.
     """
@@ -65,7 +66,7 @@ class AddressWatch:
             await asyncio.sleep(clock.until_beat(POLL_S))
 
     def look(self) -> None:
-        """Compare the expected addresses with those of the interfaces once."""
+        """Check once which expected addresses no interface has, and report those that were not missing before."""
         before = self.missing
         self.missing = {ip: where for ip, where in self._expected().items() if not network.has_address(ip)}
         gone = [ip for ip in self.missing if ip not in before]

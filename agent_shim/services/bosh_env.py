@@ -1,7 +1,7 @@
-"""Handles those keys of ``env.bosh`` that concern the machine itself. Lists all keys that the Go agent reads, with the
-effect of each in a container.
+"""Applies the keys of ``env.bosh`` that configure the machine. :data:`KEYS` lists every key that the Go agent reads,
+with its effect in a container.
 
-Names are those of ``BoshEnv`` in the Go agent (settings/settings.go). docs/configuration.md has the same table.
+Keys are named as in ``BoshEnv`` of the Go agent (settings/settings.go). docs/configuration.md has the same table.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SETTINGS_SIZE: Final = "16m"
 
 
 class Key(NamedTuple):
-    """A key, identified by its path ``name`` below ``env.bosh``. If ``is_done`` is True, ``outcome`` describes the
-    key's effect, otherwise the reason why the key is refused.
+    """A key, identified by its path ``name`` below ``env.bosh``. ``outcome`` describes the key's effect or, if
+    ``is_done`` is False, why the key is refused.
     """
 
     name: str
@@ -105,7 +105,7 @@ async def settings_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
 
 
 def _move_to_memory(paths: Paths) -> None:
-    """Move the files, leaving a link at each former path.
+    """Move the files with credentials to the tmpfs, leaving a link at each original path.
 
     When the container stops, the tmpfs is lost, but the links remain. If the agent of the restarted container writes
     through them before a new tmpfs is mounted, the files end up on the disk. Those files are moved to the new tmpfs

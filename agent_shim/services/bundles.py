@@ -53,7 +53,9 @@ def checked_name(kind: str, name: str) -> str:
 
 
 class Bundles:
-    """All bundles below one base directory. Methods raise ``ActionError``. Callers serialize changes."""
+    """All bundles below one base directory. Methods raise ``ActionError``. Callers must not change bundles
+    concurrently.
+    """
 
     def __init__(self, paths: Paths, work: protocol.Execute = workers.work) -> None:
         self._paths = paths
@@ -81,8 +83,8 @@ class Bundles:
     ) -> None:
         """Fetch and unpack the bundles of ``wanted`` that are missing, ``parallel`` archives at a time.
 
-        If some fail, the others stay installed. Raises the error of the first failed bundle in the order of ``wanted``,
-        with the step and the reason.
+        If some fail, the others stay installed, and ``ActionError`` is raised for the first failed bundle in the order
+        of ``wanted``. Its text is ``doing``, formatted with the bundle, followed by the reason.
         """
         paths = {self.path(bundle): bundle for bundle in wanted}
         missing = await asyncio.to_thread(lambda: {path: paths[path] for path in paths if not path.is_dir()})
@@ -124,8 +126,8 @@ class Bundles:
         await self._in_thread(self._link_all, jobs, packages)
 
     async def activate_packages(self, packages: Sequence[Bundle], spared: Iterable[str] = ()) -> None:
-        """Link exactly these packages, and remove all other packages. Also remove everything else from the directory
-        that contains the links, except for the names in ``spared``.
+        """Link exactly these packages, and remove all other packages. Also remove everything else from the ``packages``
+        directory, except for the names in ``spared``.
 
         Jobs are not changed.
         """
@@ -134,8 +136,8 @@ class Bundles:
         await self._in_thread(self._remove_strays, {*spared, *(package.name for package in packages)})
 
     async def create(self, bundle: Bundle) -> Path:
-        """Create and link an empty bundle for a compilation to fill, and return its path. An existing bundle of the
-        same version is removed.
+        """Create and link an empty bundle directory, which a compilation then fills, and return its path. An existing
+        bundle of the same version is removed.
         """
         path = self.path(bundle)
         await self._in_thread(self._create, bundle, path)
@@ -148,7 +150,9 @@ class Bundles:
     # --- received blobs -----------------------------------------------------------------------------------------------
 
     async def keep_blob(self, blob_id: str, digest: str, content: bytes) -> None:
-        """Keep the payload of ``upload_blob`` until the next install (agent/action/upload_blob.go)."""
+        """Store the payload of ``upload_blob`` for a later install (agent/action/upload_blob.go). Raises
+        ``DigestError`` if it does not match ``digest``.
+        """
         path = self._paths.sensitive_blobs / protocol.checked_blob_id(blob_id)
         expected = MultipleDigest.parse(digest)
         try:
@@ -159,8 +163,8 @@ class Bundles:
             await asyncio.to_thread(files.write_atomic, path, content, mode=0o640)
 
     async def delete_source(self, blob_id: str) -> None:
-        """Delete the blob of an installed bundle. Only blobs on this machine can be deleted
-        (cascading_blobstore.go).
+        """Delete the blob from which a bundle was installed, if it is stored on this machine (cascading_blobstore.go).
+        Blobs on a blobstore server are not deleted.
         """
         if not blob_id:
             return
@@ -270,7 +274,7 @@ BPM: Final = "bpm"
 
 
 def install_bpm_wrapper(paths: Paths) -> None:
-    """Install the agent's own ``bpm`` at the path where scripts call it, even if a release contains bpm."""
+    """Install the agent's own ``bpm`` at the path that scripts call, even if a release contains bpm."""
     ours = str(Path(__file__).parents[2])
     # Unlike -m, this command does not import site and runpy, so the program starts twice as fast.
     code = f"import sys; sys.path.insert(0, {ours!r}); from agent_shim.cli.bpm import main; sys.exit(main())"

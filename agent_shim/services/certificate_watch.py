@@ -1,6 +1,7 @@
 """Warns about certificates that will expire soon, with a metric, a line in ``status`` and a warning in the log.
 
-Validity has to be compared with the wall clock. The agent avoids that clock everywhere else, because it may be wrong.
+Unlike the rest of the agent, this module uses the wall clock, although it may be wrong, because a certificate's
+validity is given in wall time.
 """
 
 from __future__ import annotations

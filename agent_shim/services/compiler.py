@@ -28,7 +28,7 @@ from agent_shim.host.process import Process
 logger = logging.getLogger(__name__)
 
 QUOTED_BYTES: Final = 10 * 1024
-"""How many bytes from the end of each output an error quotes (app/app.go)."""
+"""An error quotes at most this many bytes from the end of stdout and of stderr (app/app.go)."""
 GRACE_S: Final = 1.0
 """Time between TERM and KILL for processes of a compilation. It is short because these processes have nothing to
 save.
@@ -87,7 +87,8 @@ class Compiler:
         """Compile the package into ``target``, an empty linked bundle, and upload the result. Return the blob id and
         the digests.
 
-        The package's dependencies must already be linked. ``report`` is called with each step. Raises ``ActionError``.
+        The package's dependencies must already be linked. ``report`` is called with a description of each step as it
+        begins. Raises ``ActionError``.
         """
         report("fetching the source")
         source = await self._fetch(package, store)
@@ -112,8 +113,8 @@ class Compiler:
             await asyncio.to_thread(files.remove_tree, archive)
 
     async def clean(self) -> None:
-        """Kill the remaining processes of compilations and remove the files of compilations. This includes compilations
-        of an earlier agent.
+        """Kill processes that compilations have left running, and remove the source directories. This also cleans up
+        after the compilations of an earlier agent.
         """
         if left := await self._keepers.end([LABEL], (), 0.0):
             logger.warning("processes of a compilation cannot be ended: %s", ", ".join(map(str, left)))
@@ -131,8 +132,8 @@ class Compiler:
             return done.outcomes[0]
 
     async def _run(self, package: Package, newest: int) -> None:
-        """Run the script ``packaging``. The logs contain only the script's own output. When the script exits, the rest
-        of its process group is terminated.
+        """Run the package's ``packaging`` script. When it exits, terminate the other processes in its process group.
+        Nothing but the script's output is written to the logs.
         """
         log = self._paths.log / "compilation"
         stdout, stderr = log / "packaging.stdout.log", log / "packaging.stderr.log"

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 RULES_PERIOD_S: Final = 50.0
 """Interval at which the rules are replaced."""
 LOOKUP_TIMEOUT_S: Final = 3.0
-"""Timeout of a name lookup."""
+"""Timeout for resolving a host name."""
 HEARD_WITH_RULES_S: Final = 3.0
 """How long to wait for a message from the server while the rules are in place."""
 HEARD_WITHOUT_RULES_S: Final = 20.0
@@ -52,9 +52,9 @@ class Firewall:
     """Prevents jobs from connecting to the bus. ``obstacle`` is "" while the rules are in place, otherwise the reason
     why jobs can still connect.
 
-    ``mbus`` returns the addresses in use. ``is_linked`` returns True while connected to one of them, and ``is_heard``
-    if a server sends anything within the given number of seconds. If there is a ``refusal``, it becomes the obstacle,
-    and no rules are ever set.
+    ``mbus`` returns the bus addresses in use. ``is_linked`` returns True while the agent is connected to one of them.
+    ``is_heard`` waits up to the given number of seconds and returns True if a server sends anything. If ``refusal`` is
+    set, no rules are ever created, and it becomes the obstacle.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Firewall:
         self.due = asyncio.Event()
         """Callers set this event to have the rules replaced immediately, because the bus may have a new address."""
         self._proven: Targets = frozenset()
-        """The addresses with which the bus has been reached while the rules were in place."""
+        """Addresses for which the agent has verified that it can reach the bus while the rules are in place."""
         self._proxied: Targets = frozenset()
 
     async def watch(self) -> NoReturn:

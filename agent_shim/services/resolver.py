@@ -1,4 +1,5 @@
-"""Configures the container's resolver with the name servers from ``dns`` of a network in the Director's cloud-config.
+"""Configures the container's resolver with the name servers that the Director's cloud-config lists under ``dns`` of a
+network.
 
 The Go agent writes resolvconf's base file or a drop-in for systemd-resolved (platform/net/dnsresolver). A container has
 neither program, unless its PID 1 is systemd.

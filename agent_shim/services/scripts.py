@@ -38,7 +38,7 @@ NICE: Final = 5
 GRACE_S: Final = 10.0
 """Time between TERM and KILL for a cancelled script."""
 MAX_OUTPUT_BYTES: Final = MAX_REPLY_BYTES - 4096
-"""Maximum size, as JSON, of an errand's stdout and stderr together in the reply."""
+"""Maximum combined size of an errand's stdout and stderr in the reply, encoded as JSON."""
 
 _MAX_LINE_BYTES: Final = 4096
 _MAX_LINE_CHARS: Final = 300
@@ -180,7 +180,7 @@ class Scripts:
     async def _ask_drain(
         self, job: str, arguments: Sequence[str], environment: Mapping[str, str], cancelled: asyncio.Event
     ) -> bytes:
-        """Return the output of the script. Its exit code is ignored."""
+        """Run the drain script of a job once, and return the first 4 KiB of its output. Its exit code is ignored."""
         with tempfile.TemporaryFile(dir=self._paths.tmp, buffering=0) as stdout:
             argv, env = [str(self._script(job, "drain")), *arguments], {**self._environ, **environment}
             err = self._log_directory(job) / "drain.stderr.log"
@@ -189,11 +189,11 @@ class Scripts:
             return os.pread(stdout.fileno(), 4096, 0).strip()
 
     async def errand(self, job: str, cancelled: asyncio.Event) -> Errand:
-        """Run ``bin/run`` of ``job``. Setting ``cancelled`` terminates the errand, whose exit code is then returned as
-        usual.
+        """Run the errand ``bin/run`` of ``job``. If ``cancelled`` is set, the errand is terminated, and its exit code
+        is returned as usual.
 
-        If the output is too long for the reply, the middle of the output is left out there, and the whole output is
-        kept in a file until the job's next errand.
+        If the output is too long for the reply, the reply leaves out the middle, and a file keeps the whole output
+        until the job's next errand.
         """
         outputs = [self._paths.tmp / f"errand-{job}.{stream}" for stream in ("stdout", "stderr")]
         opened: list[int] = []
@@ -319,7 +319,9 @@ def _lines(log: Path, begin: int) -> list[str]:
 
 
 def _outputs_for_reply(stdout: Path, stderr: Path) -> tuple[str, str, list[Path]]:
-    """Return stdout and stderr, shortened to the limit of a reply, and the files of which something was left out."""
+    """Return stdout and stderr, shortened so that they fit into a reply, and the paths of the files that were
+    shortened.
+    """
     errors = shown(stderr, MAX_OUTPUT_BYTES // 2)
     output = shown(stdout, MAX_OUTPUT_BYTES - _encoded(errors[0]))
     return output[0], errors[0], [path for path, (_, is_cut) in ((stdout, output), (stderr, errors)) if is_cut]
@@ -341,7 +343,9 @@ def shown(path: Path, limit: int) -> tuple[str, bool]:
 
 
 def _head_and_tail(file: int, size: int, keep: int, path: Path) -> str:
-    """Read ``keep`` bytes of a file of ``size``, half from each end. Invalid UTF-8 becomes replacement characters."""
+    """Read ``keep`` bytes of a file that has ``size`` bytes, half of them from each end, with a note in between.
+    Invalid UTF-8 becomes replacement characters.
+    """
     if keep >= size:
         return os.pread(file, size, 0).decode(errors="replace")
     head = os.pread(file, keep // 2, 0)

@@ -27,13 +27,15 @@ from agent_shim.host import clock, files
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 0.5
-"""Poll interval. A poll takes one stat call for each of the few files."""
+"""Poll interval. A poll costs one stat call for each file, and there are only a few files."""
 IDLE_POLL_FACTOR: Final = 20
 """Once settings are loaded, the poll interval is longer by this factor."""
 
 
 class SettingsStore:
-    """Loads settings and stores ``update_settings``. ``current`` is the last result."""
+    """Loads the settings and stores updates to them (``update_settings``). ``current`` returns the settings that were
+    last loaded or updated.
+    """
 
     def __init__(self, paths: Paths, sources: Sequence[Path], *, look: float = POLL_S, needs_bus: bool = True) -> None:
         self._paths = paths
@@ -82,7 +84,7 @@ class SettingsStore:
         return settings.Effective(self.current.source, self.current.update.merged(news))
 
     async def save_update(self, update: settings.UpdateSettings) -> None:
-        """Store ``update`` and use it."""
+        """Store ``update`` and apply it to the current settings."""
         async with self._turn:
             path = files.behind(self._paths.update_settings)
             await asyncio.to_thread(files.write_atomic, path, msgspec.json.encode(update), mode=0o600)

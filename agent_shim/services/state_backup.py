@@ -68,7 +68,7 @@ class Stamp(msgspec.Struct, frozen=True):
     lineage: str
     """The id shared by a root file system and its backup. It is "" on a root file system while it is being restored."""
     incarnation: str = ""
-    """The container in which the stamp was last written (``host.proc``)."""
+    """Identifies the container in which the stamp was last written (``host.proc.incarnation``)."""
     is_prepared: bool = True
     """In the root file system's stamp, True if the pre-start scripts of the jobs have run on that file system."""
 

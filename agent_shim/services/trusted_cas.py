@@ -1,8 +1,8 @@
 """Installs the trusted certificates from the Director on this machine, in addition to those of its image.
 
 Paths, command and limits are those of the Go agent (platform/cert/cert_manager.go). There are two differences. The
-command takes a second, so it runs only after a change. If a new container lacks the certificates, they are installed
-again.
+command, ``update-ca-certificates``, takes a second, so it runs only after a change. If a new container lacks the
+certificates, they are installed again.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 
 DIRECTORY: Final = Path("/usr/local/share/ca-certificates")
 TRUSTED: Final = Path("/etc/ssl/certs/ca-certificates.crt")
-"""The bundle that the command generates from all certificate directories."""
+"""The bundle that ``update-ca-certificates`` generates from all certificate directories."""
 UPDATE_TIMEOUT_S: Final = 60.0
-"""Timeout of one attempt. The command sometimes hangs, so there are several attempts."""
+"""Timeout for one run of ``update-ca-certificates``. It sometimes hangs, so there are several attempts."""
 GRACE_S: Final = 5.0
 TRIES: Final = 3
 
 PENDING: Final = DIRECTORY / "bosh-trusted-certs.pending"
 """This file exists while a change is incomplete. It is created before the first certificate file is changed, and
-removed once the command has succeeded. The command ignores this file, because it reads only ``*.crt``.
+removed once ``update-ca-certificates`` has succeeded. That command ignores this file, because it reads only ``*.crt``.
 """
 
 _OURS: Final = "bosh-trusted-cert-"
@@ -95,7 +95,7 @@ def _holds(path: Path, text: str) -> bool:
 
 
 def _is_stale(wanted: Mapping[str, str]) -> bool:
-    """Return True if the last result of the command does not match ``wanted``.
+    """Return True if the last run of ``update-ca-certificates`` did not produce the certificates in ``wanted``.
 
     This is recognised by the content of the bundle, and by the links that the command creates next to the bundle, one
     for each CA. Modification times cannot be used, because in an image, the certificate directories may be newer than

@@ -89,8 +89,8 @@ class Users:
                 raise
 
     async def cleanup(self, user_regex: str) -> list[str]:
-        """Remove the users whose names match the expression, and their home directories. Return the names of the
-        removed users. A user whose name lacks ``bosh_`` as a prefix is never removed.
+        """Remove the users whose names match the regular expression, with their home directories. Users whose names do
+        not begin with ``bosh_`` are never removed. Return the names of the removed users.
         """
         async with self._turn:
             ours = self.made() if self._paths.is_system else []
@@ -196,7 +196,7 @@ async def _end_processes(account: pwd.struct_passwd) -> None:
 
 
 def _unused_uid(below: int) -> int:
-    """Return the highest uid below ``below`` that has neither an account nor a process. Blocks."""
+    """Return the highest uid less than ``below`` that has neither an account nor a process. Blocks."""
     used = {entry.pw_uid for entry in pwd.getpwall()} | {proc.user(pid) for pid in proc.table()}
     return next(number for number in range(below - 1, 0, -1) if number not in used)
 

@@ -40,9 +40,9 @@ HOST: Final = "host"
 class Figures(msgspec.Struct, frozen=True):
     """The vitals as numbers, in bytes and seconds.
 
-    The keys are scopes (``container``, ``host``), the minutes of the load average, or disks. A disk is identified by
-    its role, a dynamic disk by its cid. Figures that cannot be read are left out. If the container has no memory limit,
-    its memory is that of the machine.
+    ``memory``, ``cpu`` and ``processors`` are keyed by scope (``container`` or ``host``), ``load`` by the minutes that
+    are averaged (``1``, ``5`` or ``15``), and ``disks`` by the role of the disk or, for a dynamic disk, by its cid.
+    Figures that cannot be read are left out. If the container has no memory limit, its memory is that of the machine.
     """
 
     memory: Mapping[str, Memory] = msgspec.field(default_factory=dict)
@@ -122,8 +122,8 @@ class Vitals:
         return self._cpu
 
     def _age(self) -> float:
-        """Return the container's age in seconds, which is the age of PID 1, or if PID 1 is hidden, the time since the
-        kernel booted.
+        """Return the container's age in seconds. This is the age of PID 1, or the time since the kernel booted if PID 1
+        is hidden.
         """
         now = clock.boot_time()
         try:

@@ -77,14 +77,14 @@ class LeasePace(msgspec.Struct, frozen=True):
     period: float = 10.0
     patience: float = 25.0
     restart: float = 5.0
-    """How long a lock on this kernel must stay free before another agent takes it. A restarting agent takes its own
-    lock again sooner than that.
+    """How long the lock must stay free before an agent takes over a lease whose holder it has seen alive, if the two
+    agents share locks. A restarting agent takes its own lock again sooner than that.
     """
 
 
 class Hold(msgspec.Struct):
-    """An open lease file. Threads take turns in using the descriptor, because after one of them has closed it, the
-    number may refer to another file.
+    """An open lease file. Threads must take ``turn`` before they use the descriptor, because once one of them has
+    closed it, the number may refer to another file.
     """
 
     descriptor: int
@@ -171,8 +171,8 @@ class VolumeLeases:
         return "" if is_over else str(lease or "an agent that does not identify itself")
 
     def twin(self, directory: Path) -> str:
-        """Return the other agent that has the same agent id and holds a volume, or "". Afterwards, this agent does not
-        hold the volume.
+        """If another agent with the same agent id holds the volume, return a description of that agent, otherwise "".
+        The volume is not held by this agent afterwards.
         """
         rival = self.hold(directory)
         if not rival:
@@ -245,9 +245,10 @@ class VolumeLeases:
         return str(lease) if lease is not None and lease.holder != self._holder else ""
 
     def _write(self, directory: Path, hold: Hold, *, is_over: bool = False) -> None:
-        """Write the lease, marked as released if ``is_over``. It is written in place, because a new file would not be
-        locked. A single call writes it, so that the file contains either the old or the new lease if the agent is
-        killed.
+        """Write the lease, marked as released if ``is_over`` is set.
+
+        The file is written in place, because a new file would not be locked. It is written with a single call, so that
+        it contains either the old or the new lease if the agent is killed.
         """
         lease = Lease(SCHEMA, self._holder, self._agent_id, self._host, self._boot, hold.count, is_over)
         raw = msgspec.json.encode(lease)
@@ -313,8 +314,8 @@ def _created(path: Path) -> int | None:
 
 @contextmanager
 def exclusive_agent(paths: Paths, what: str) -> Iterator[None]:
-    """Lock this root file system for one agent. If another agent has locked it, raises ``AlreadyRunningError`` with the
-    text "cannot WHAT".
+    """Lock this root file system for one agent. If another agent has locked it, raises ``AlreadyRunningError`` with a
+    text that begins with "cannot" and ``what``.
     """
     path = paths.agent_lock
     with files.attempting(f"{what}: {path}"):

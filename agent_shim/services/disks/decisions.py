@@ -42,9 +42,9 @@ class Disk(msgspec.Struct, frozen=True):
     """A disk named by the settings or a hint.
 
     ``volume`` is None while there is no volume at ``place``. In that case, ``missing`` gives the reason, and
-    ``unusable``, unless it is "", says why waiting for a volume is pointless. ``is_linkable`` means that something
-    exists at ``place``, perhaps a device, to which a named disk's link can point. ``is_empty`` means that the volume
-    has no job data; it is None if that cannot be determined. ``is_held`` means that this agent has the volume's lease.
+    ``unusable``, unless it is "", says why waiting for a volume is pointless. ``is_linkable`` means that ``place``
+    exists, perhaps as a device, so that a link can point to it. ``is_empty`` means that the volume has no job data; it
+    is None if that cannot be determined. ``is_held`` means that this agent has the volume's lease.
     """
 
     cid: str
@@ -78,8 +78,8 @@ class Disk(msgspec.Struct, frozen=True):
 class MountPoint(msgspec.Struct, frozen=True):
     """The store or the migration target.
 
-    ``shown`` contains the known disks whose volume is visible here, and for each of them True if the mount options are
-    correct. If something other than a known disk is mounted here, ``marker`` is the marker found on it, or None.
+    ``shown`` contains the known disks whose volume is mounted or linked here. The value is True if the mount has the
+    right options. If something other than a known disk is mounted here, ``marker`` is the marker found on it, or None.
     ``is_link`` means that the path is a link to something that exists. ``is_mount`` means that something is mounted
     here, or at the target of the link. ``source`` describes that mount for an error.
     """
@@ -96,9 +96,9 @@ class View(msgspec.Struct, frozen=True):
     """The state of all disks and mount points at one moment.
 
     ``managed`` is the disk (cid, or "") that was last mounted on the store. ``unmounted`` are disks that were unmounted
-    at the Director's request, but could not be marked as such. ``links`` are the links to named disks by cid. ``named``
-    are the cids of all disks that should have such links. ``binds`` means that this container may create bind mounts;
-    otherwise it uses links.
+    at the Director's request, but could not be marked as such. ``links`` maps the cids of disks to the links in
+    ``instance/disks`` that point to them. ``named`` are the cids of all disks that should have such links. ``binds`` is
+    True if this container may create bind mounts. Otherwise, links are used in place of mounts.
     """
 
     store: MountPoint
@@ -240,7 +240,7 @@ class TakeAway(msgspec.Struct, frozen=True):
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """Write a marker. Fails if that is impossible."""
+    """Write a marker to a volume. If it cannot be written, the request fails."""
 
     volume: Path
     marker: Marker
@@ -359,11 +359,11 @@ def present(view: View, cid: str) -> Disk:
 
 
 def _former(view: View, new: Disk) -> Disk | None:
-    """Return the disk to mount before a new, empty one, or None. It must be the only other disk that has files but no
-    marker.
+    """Return the disk that has to be mounted on the store before ``new``, or None. This is necessary only if ``new`` is
+    empty, and the result is the only other disk that has files but no marker.
 
-    This is necessary if a CPI recreates the container to attach a second disk, because nothing then records where a
-    disk without a marker was mounted.
+    If a CPI recreates the container to attach a second disk, nothing records where the first disk was mounted if it has
+    no marker.
     """
     if new.role == "store" or not new.is_empty:
         return None

@@ -92,9 +92,9 @@ def set_aside(volume: Path) -> None:
 def write(volume: Path, marker: Marker) -> None:
     """Write the marker atomically. Raises ``HostError``.
 
-    If root writes the marker, a new volume gets mode 0755, like a new file system, whatever mode its provisioner has
-    set, because jobs of all users must be able to reach their directories. Write permission for others is removed from
-    the top of every volume, because a job could otherwise replace the marker's directory.
+    If root writes the marker, a new volume gets mode 0755 regardless of the mode that its provisioner has set, because
+    jobs of all users must be able to reach their directories. Write permission for others is removed from the top of
+    every volume, because a job could otherwise replace the marker's directory.
     """
     if os.geteuid() == 0:
         is_new = not os.path.lexists(volume / DIRECTORY / NAME)

@@ -29,7 +29,7 @@ from agent_shim.services.disks.markers import OURS, Marker
 logger = logging.getLogger(__name__)
 
 Decision = Callable[..., list[Step]]
-"""A function of ``decisions``, called with a view and the cids of a request."""
+"""A function from ``decisions`` that takes a view and the cids in a request."""
 DEVICES: Final = Path("/dev")
 SHARED_MEMORY: Final = DEVICES / "shm"
 _SYSTEM: Final = frozenset(
@@ -47,9 +47,10 @@ class DiskMounts:
     """The mount points (store and migration target), and the volumes that may be mounted there.
 
     ``settings`` and ``instance`` (the id in the apply spec, or "") are called whenever the disks are examined.
-    ``hold``, ``release`` and ``is_held`` handle the lease of a volume, which is identified by a private directory on it
-    (``volume_lease``). ``hold`` returns the other agent that has the lease, or "" on success. ``binds`` is True if this
-    container may create bind mounts. If it is None, this is determined with a trial mount.
+    ``hold``, ``release`` and ``is_held`` acquire, release and query the lease of a volume (``volume_lease``). Their
+    argument is the agent's private directory on the volume. ``hold`` returns the other agent that has the lease, or ""
+    on success. ``binds`` is True if this container may create bind mounts. If it is None, this is determined with a
+    trial mount.
     """
 
     def __init__(
@@ -152,8 +153,8 @@ class DiskMounts:
         )
 
     def absence(self, place: Path | None, table: Sequence[mounts.Mount] | None = None) -> tuple[str, bool]:
-        """Return why there is no volume at ``place``, or "", and whether something exists there to which a link can
-        point.
+        """Return why there is no volume at ``place``, or "", and whether ``place`` exists at all, so that a link can
+        point to it.
 
         A directory that is not a mount point is not a volume, even if its parent is a mount, because the parent may be
         a directory on the node in which volumes are mounted while the pod runs. A file written there before the volume
@@ -323,7 +324,7 @@ class DiskMounts:
 
 
 def _read_marker(volume: Path, unmounted: Collection[str], cid: str = "") -> Marker | None:
-    """Read the marker of a volume. Its role is "" if the disk is recorded as unmounted."""
+    """Read the marker of a volume. If the disk is recorded as unmounted, the role in the returned marker is ""."""
     marker = markers.read(volume)
     is_unmounted = marker is not None and (cid or marker.cid) in unmounted
     return msgspec.structs.replace(marker, role="") if marker is not None and is_unmounted else marker
@@ -331,7 +332,7 @@ def _read_marker(volume: Path, unmounted: Collection[str], cid: str = "") -> Mar
 
 def _is_device(place: Path | None) -> bool:
     """Return True for a block device, or for any path in /dev except below /dev/shm, even if nothing exists at that
-    path. It is useless to wait for a volume at such a path.
+    path. No volume will ever be mounted at such a path, so there is no point in waiting for one.
     """
     if place is None:
         return False
@@ -344,7 +345,7 @@ def _is_device(place: Path | None) -> bool:
 
 @contextmanager
 def _logged(only: int | None = None) -> Iterator[None]:
-    """Log a ``HostError`` raised in the block instead of raising it. With ``only``, errors with any other errno are
+    """Log a ``HostError`` raised in the block instead of raising it. If ``only`` is an errno, all other errors are
     still raised.
     """
     try:
@@ -356,7 +357,9 @@ def _logged(only: int | None = None) -> Iterator[None]:
 
 
 def is_plain(name: str) -> bool:
-    """Return True for a plain file name."""
+    """Return True if ``name`` can be used as a file name: it is not empty, ``.`` or ``..``, and contains no slash or
+    NUL.
+    """
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 

@@ -51,7 +51,7 @@ class DiskTimeouts(msgspec.Struct, frozen=True):
     """Timeouts in seconds."""
 
     arrival: float = 30.0
-    """How long to wait for the volume that a request names to appear."""
+    """How long to wait for a requested disk's volume to appear."""
     use: float = 20.0
     """How long to wait until processes release a disk that is being unmounted."""
     grace: float = 5.0
@@ -96,7 +96,9 @@ class Disks:
         self._mounts = DiskMounts(paths, settings, instance, hold, release, is_held, binds)
         self._running = ""
         self._error = ""
-        """Why the mounts could not be restored. This is shown only as the reason for a missing disk."""
+        """Why the last attempt to restore the mounts failed, or "". ``problem`` quotes it if the disk that belongs on
+        the store is missing.
+        """
         self.progress: Progress | None = None
         """Progress of a running migration."""
         self.is_mounted = False
@@ -244,8 +246,8 @@ class Disks:
             self._running = ""
 
     async def _wait_until_unused(self, place: Path, volume: Path | None) -> None:
-        """Wait until no process uses a disk. Job processes that use the disk are terminated. Other processes are not,
-        so the method only waits for them.
+        """Wait until no process uses a disk. Terminate job processes that use it, but only wait for other processes.
+        Raises ``ActionError`` on a timeout.
         """
         used = [path for path in {place, volume} if path is not None]
         deadline = time.monotonic() + self.timeouts.use
@@ -342,7 +344,7 @@ class Disks:
         return found
 
     async def _wait_for_path(self, place: Path | None) -> None:
-        """Wait for a volume, a device or a file at ``place``. Raises ``ActionError``."""
+        """Wait until ``place`` exists, whether as a volume, a device or a file. Raises ``ActionError`` on a timeout."""
         deadline = time.monotonic() + self.timeouts.arrival
         while True:
             missing, is_linkable = await asyncio.to_thread(self._mounts.absence, place)

@@ -61,7 +61,7 @@ class Logs:
         """Upload an archive to the signed URL or, without one, to the blobstore. Return its digests and the blob id.
 
         ``kinds`` is a comma-separated list of ``job``, ``agent`` and ``system``. Without patterns all files are packed.
-        ``report`` is called with each step.
+        ``report`` is called with a description of each step as it begins.
         """
         archive = files.sibling(self._paths.tmp / "logs")
         put = protocol.Put(str(self._paths.base), store, str(archive), signed_url, dict(headers))
@@ -91,10 +91,10 @@ class Logs:
             return archive, done.sha512
 
     async def remove(self, path: str) -> None:
-        """Remove an archive created by ``bundle``, or a file in the temporary directory. Raises ``ActionError`` for any
-        other file that exists. Does nothing if the file does not exist.
+        """Remove an archive created by ``bundle``, or a file in the temporary directory. If the path is a link, only
+        the link is removed.
 
-        If the path is a link, only the link is removed.
+        Raises ``ActionError`` for any other file that exists. Does nothing if the file does not exist.
         """
         is_ours = Path(path).parent == self._paths.bundled_logs  # only root can write to this directory
         try:

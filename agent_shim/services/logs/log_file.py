@@ -43,8 +43,8 @@ class LogFile:
         return self._descriptor >= 0
 
     def open(self, *, at_end: bool = True) -> bool:
-        """Open the file. The next read begins at its end or, without ``at_end``, at its start. Return False if the file
-        is missing. Raises ``OSError`` if the file must not be read, for example because it is a link.
+        """Open the file. Reading begins at its end if ``at_end`` is set, otherwise at its start. Return False if the
+        file is missing. Raises ``OSError`` if the file must not be read, for example because it is a link.
         """
         try:
             self._descriptor = guarded.open_file(self.path, self._root)
@@ -87,9 +87,9 @@ class LogFile:
                 self._rest = self._rest[MAX_LINE_BYTES:]
 
     def chunks(self, allowed: int | None = None) -> Iterator[bytes]:
-        """Yield the bytes written since the last read, without holes. An empty chunk marks the end of a file that was
-        renamed, removed or truncated. If more than ``allowed`` bytes were written, the oldest bytes are skipped, and an
-        extra line says how many.
+        """Yield the bytes written since the last read, skipping the holes of sparse files. An empty chunk marks the end
+        of a file that was renamed, removed or truncated. If more than ``allowed`` bytes were written, the oldest bytes
+        are skipped, and an extra line says how many.
         """
         if self.is_open:
             yield from self._written(allowed)
@@ -125,8 +125,8 @@ class LogFile:
         return not os.path.samestat(found, os.fstat(self._descriptor))
 
     def _begin_of_last(self, count: int) -> int:
-        """Return the offset at which the last ``count`` lines before the next read begin, but at most
-        ``MAX_TAIL_BYTES`` before that read.
+        """Return the offset of the first of the last ``count`` lines before the next read. Only the last
+        ``MAX_TAIL_BYTES`` before that read are searched.
         """
         end_offset = self._place
         lowest = max(0, end_offset - MAX_TAIL_BYTES)

@@ -65,7 +65,7 @@ class RotationLimits(msgspec.Struct, frozen=True):
 
     @property
     def most(self) -> int:
-        """Maximum number of bytes of one log that one rotation keeps.
+        """Maximum number of bytes that a rotation keeps of each log.
 
         With this limit, a single archive cannot exceed ``total``, even if its content is incompressible and the log
         grows by half during the rotation.
@@ -189,8 +189,8 @@ def leave_to_logrotate(rule: Path) -> None:
 
 
 def _call_owner(path: str) -> str:
-    """Return the owner under which ``host.blocking`` runs calls for this path. All files of a job have the same owner,
-    so a job whose volume hangs blocks only one thread.
+    """Return the owner key for ``host.blocking``, which runs the calls of each owner one after another. All files of a
+    job have the same owner, so a job whose volume hangs blocks only one thread.
     """
     return f"sys/log/{path.partition('/')[0]}"
 

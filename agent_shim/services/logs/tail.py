@@ -20,7 +20,7 @@ from agent_shim.services.logs.log_file import LogFile
 RATE_BYTES_PER_S: Final = 256 * 1024
 """Maximum number of bytes per second from one file. Any excess is skipped, and its size is reported."""
 POLL_S: Final = 0.5
-"""Poll interval of files."""
+"""Interval between reads of the followed files."""
 SEARCH_PERIOD_S: Final = 2.0
 """Interval between searches for new files."""
 MAX_FILES: Final = 500
@@ -62,10 +62,10 @@ class LogLine(NamedTuple):
 
 
 class Follower:
-    """Follows the files of one job ("" for all jobs) below ``directory``. It blocks, so it is meant for a thread or a
-    command.
+    """Follows the log files of one job, or of all jobs if ``job`` is "", below ``directory``. Its methods block, so it
+    is meant for use in a thread or a command.
 
-    With a ``rate`` (bytes per second), anything that is written to a file faster than that is skipped. Files are
+    If ``rate`` is set, at most that many bytes per second of each file are returned, and the rest is skipped. Files are
     identified by their paths below the directory, with surrogates for invalid UTF-8.
     """
 
@@ -128,8 +128,8 @@ class Follower:
         return LogLine(job, guarded.shown(file), text)
 
     def _search(self, *, at_end: bool) -> Iterator[LogLine]:
-        """Open new files at their end or start, preferring the most recently written files of each job. Yields a line
-        for each job with too many files.
+        """Open files that are not followed yet, at their end if ``at_end`` is set, otherwise at their start. If a job
+        has too many files, only the most recently written ones are opened, and a line that says so is yielded once.
         """
         self._searched_at = self._clock()
         with self._refusing(self._job), guarded.held(self._directory) as top:
