@@ -1,7 +1,8 @@
 """An instance with a bus and a Director. Its container can be replaced while its volumes are kept. Needs root.
 
 Each container is a new machine (``tests.support.machine``) with new pids and a new root file system. The test decides
-which volumes it keeps. Containers are stopped with SIGKILL, as container runtimes do.
+which volumes it keeps. A container is stopped by killing its processes with SIGKILL, as a container runtime does after
+the grace period.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ class Section:
 class Example:
     """An example dialogue.
 
-    ``kind`` is the precondition: ``deployed`` requires a deployed job, ``root`` requires a machine, and "" only a fresh
-    agent.
+    ``kind`` is the precondition: ``deployed`` requires a deployed job, ``root`` requires an agent that runs as root on
+    its own machine, and "" only a fresh agent.
     """
 
     method: str

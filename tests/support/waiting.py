@@ -1,5 +1,5 @@
-"""Lets tests wait for a condition. The condition is checked until it is true, however long that takes on a busy
-machine.
+"""Lets tests wait for a condition. The condition is checked repeatedly until it is true, so a busy machine only makes a
+test slower. A wait fails only after ``TIMEOUT_S`` seconds.
 """
 
 from __future__ import annotations
