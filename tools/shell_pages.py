@@ -20,9 +20,9 @@ OWN_CODES: Final = {0: "Success, or yes.", 1: "No, or incomplete.", 2: "Usage."}
 """Meanings of the exit codes that commands use without raising an error."""
 
 NAMES: Final = {"NAME": "name", "JOB": "job"}
-"""Arguments whose values can be completed from the answer of a running agent.
+"""Arguments whose values the completion can get from a running agent.
 
-For each, the member of ``status --json`` that contains the values.
+Each is mapped to the member of ``status --json`` that contains the values.
 """
 
 FILES: Final = frozenset({"FILE", "MANIFEST", "RELEASE", "agent.json"})

@@ -397,8 +397,8 @@ def _small_calls(site: Site, bare: Bare, figures: Figures, instance: DeployedIns
 
 
 async def _create_vm(site: Site, instance: DeployedInstance) -> None:
-    """Create a VM, but send its agent no requests. The agent cannot connect to the bus, which does not know its
-    credentials.
+    """Create a VM, but send its agent no requests. The agent cannot connect to the bus, because the bus does not know
+    the agent's credentials.
     """
     instance.agent = str(uuid.uuid4())
     instance.vm, *_ = await site.cpi.call("create_vm", *_arguments(site, instance.agent))

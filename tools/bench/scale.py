@@ -199,7 +199,7 @@ class Point:
     handshake_cpu: float = 0.0
     """CPU time of the server in seconds per agent that reconnects."""
     agent_cpu: float = 0.0
-    """CPU time per agent in seconds, from the kill of the server until all have reconnected."""
+    """CPU time per agent in seconds, from the kill of the server until all agents have reconnected."""
     back_first: float = 0.0
     """Seconds from the restart of the server until the first agent is connected."""
     back_median: float = 0.0
@@ -209,9 +209,9 @@ class Point:
     attempts: float = 0.0
     """Average number of connection attempts per agent."""
     most_attempts_away: float = 0.0
-    """Maximum number of attempts within one second while the server is down."""
+    """Maximum number of connection attempts within one second while the server is down."""
     most_attempts_per_second: float = 0.0
-    """Maximum number of attempts within one second after the server's restart."""
+    """Maximum number of connection attempts within one second after the server's restart."""
     deaf: int = 0
     curve: list[tuple[float, float, float]] | None = None
     """Points of a curve: seconds since the restart, number of connected agents, number of attempts so far."""

@@ -143,8 +143,8 @@ ROUGHLY: Final[list[tuple[re.Pattern[str], float, float]]] = [
     (re.compile(r"percent"), 15, 0),
     (re.compile(r"mem\.kb$"), 8192, 0.5),
 ]
-"""Values that cannot be equal, as patterns for their paths. Two simultaneous runs may differ by an absolute or a
-relative amount, whichever is larger.
+"""Patterns for the paths of values that are never exactly equal, each with an absolute and a relative difference. Two
+simultaneous runs may differ by the larger of these.
 """
 
 Phases = dict[str, dict[str, Any]]
@@ -564,11 +564,11 @@ def _runs_beside(go: Phases, shim: Phases, name: str, what: str) -> bool:
 
 
 def _starts_in_adjacent_phase(go: Phases, shim: Phases, name: str, what: str) -> bool:
-    """Return True if both runs started this program equally often in this phase and an adjacent one together, so that
-    the difference is only when a process reported its start.
+    """Return True if, in this phase and an adjacent one together, both runs started this program equally often. The
+    runs then differ only in the moment at which a process reported its start.
 
-    The first of the two phases must be a start, because a start program may wait before it executes its program.
-    Otherwise, no process may have been replaced in either phase.
+    The first of the two phases must be a start, because a start program may wait before it executes its program. If the
+    first phase is not a start, no process may have been replaced in either phase.
     """
     program = what.removesuffix(" lives")
 
@@ -588,7 +588,7 @@ def _starts_in_adjacent_phase(go: Phases, shim: Phases, name: str, what: str) ->
 
 
 def _shapes(life: Phases, kind: str) -> set[str]:
-    """Return the members, with their types, of all documents of a kind since the job was started."""
+    """Return the members, with their types, of all states or all heartbeats (``kind``) since the job was started."""
     later = [phase for name, phase in life.items() if name not in ("apply", "pre-start", "start", "post-start")]
     members = {member for phase in later for member in phase.get("shapes", {}).get(kind, "").split(", ") if member}
     return {member for member in members if not re.search(r"vitals\.disk\.persistent|: NoneType", member)}

@@ -377,7 +377,8 @@ class Life:
     async def _ask(self, phase: Phase, commands: Sequence[str]) -> None:
         """Record the exit codes and outputs of commands.
 
-        bpm commands run only if the real bpm is used. Those that name a process name the job's first one.
+        bpm commands run only if the real bpm is used. If they take the name of a process, it is the job's first
+        process.
         """
         named = {"job": self.plan["job"], "process": self.plan["bpm"]}
         for command in commands:

@@ -251,8 +251,8 @@ def _base() -> frozenset[str]:
 
 
 def _within_limits(text: str) -> str:
-    """Lower the limits that a script or bpm.yml sets to this machine's hard limits, which cannot be raised without
-    CAP_SYS_RESOURCE.
+    """Lower those limits in a script or bpm.yml that exceed this machine's hard limits, because hard limits cannot be
+    raised without CAP_SYS_RESOURCE.
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     text = re.sub(r"(ulimit\s+-[SH]?n\s+)(\d+)", lambda found: f"{found[1]}{min(int(found[2]), hard)}", text)
@@ -358,7 +358,7 @@ def _services(text: str) -> Iterable[MonitCheck]:
 
 
 def _program(command: str) -> str:
-    """Return the program that a start program's command line runs in the end, such as the script behind ``sh -c``."""
+    """Return the program that a start program's command line eventually runs, such as the script behind ``sh -c``."""
     scripts = re.findall(r"/var/vcap/jobs/\S+", command)
     return scripts[0].strip("'\";") if scripts else command.split(maxsplit=1)[0] if command else ""
 
