@@ -504,8 +504,8 @@ async def test_job_cannot_create_the_run_directory_of_sshd(pod: PodInstance) -> 
 def test_root_logs_in_a_job_directory_are_unreadable_to_the_job(tmp_path: Path, kind: str, planted: str) -> None:
     """The log directory of a bpm job belongs to vcap, but logs of root's scripts may contain secrets.
 
-    The job sets the set-group-id bit or a default ACL on the directory to get read access to new logs and archives in
-    it.
+    The job sets the set-group-id bit or a default ACL on the directory, but must not get read access to new logs and
+    archives in it.
     """
     place = tmp_path / "log"
     place.mkdir(0o750)
@@ -532,8 +532,8 @@ def test_root_logs_in_a_job_directory_are_unreadable_to_the_job(tmp_path: Path, 
 
 @pytest.mark.attack("a job forges the marker of its disk")
 def test_job_cannot_replace_the_marker_of_a_world_writable_disk(tmp_path: Path) -> None:
-    """Some provisioners create volumes with mode 0777, which the agent changes. Otherwise a job could forge a marker
-    that names another disk, and the mount would fail.
+    """Some provisioners create volumes with mode 0777. The agent must restrict the mode, because otherwise a job could
+    forge a marker that names another disk, and the next mount would fail.
     """
     volume = tmp_path / "volume"
     volume.mkdir()

@@ -296,8 +296,8 @@ bind 'set enable-bracketed-paste off'
 
 
 def in_shell(inside: Inside, level: int, rc: str, operator: str, typed: list[tuple[bytes, Any]]) -> tuple[str, bool]:
-    """Return what ``bpm shell`` prints when ``typed`` is typed, and True if the operator's terminal has its original
-    modes again.
+    """Return what ``bpm shell`` prints when ``typed`` is typed, and whether the operator's terminal then has its
+    original modes again.
     """
     body = SHELL.replace("PLANTED_RC", repr(rc)).replace("OPERATOR", repr(operator)).replace("TYPED", repr(typed))
     found = run(inside, level, body)

@@ -175,7 +175,9 @@ def test_ssh_host_key_does_not_change(alone: Alone) -> None:
 
 
 def test_failed_ssh_host_key_is_reported_and_leaves_no_user(alone: Alone) -> None:
-    """The test makes ssh-keygen itself fail, because with a read-only /etc creating the user would fail first."""
+    """The test makes ssh-keygen itself fail. A read-only /etc would not test this, because the agent would already fail
+    to create the user.
+    """
     (alone.box.root / "etc/ssh/ssh_host_rsa_key.pub").unlink(missing_ok=True)
     alone.box.run("mount --bind /dev/null /usr/bin/ssh-keygen")
     try:
