@@ -17,9 +17,9 @@ path therefore does not identify a disk. Instead, this program looks for the dis
 table and in those of all threads of the VM, and for its device among their open descriptors.
 
 Any unprivileged process on the node can have a hundred thousand mounts with long names in each of its mount namespaces.
-This program therefore reads mount tables line by line, and does not read one again for each process that shares it. It
-also makes no system call that would have to ask the file system of a file that another process has open, because that
-file system might never answer.
+This program therefore reads mount tables line by line, and does not read one again for each process that shares it.
+Such a process may also have files open on a file system that never answers, so this program makes no system call that
+would query the file system of an open file.
 """
 
 from __future__ import annotations
