@@ -283,7 +283,7 @@ async def test_a10_apply_forgets_processes_of_the_previous_spec(world: LocalAgen
 
 
 async def test_a11_too_large_monit_file_fails_only_its_job(world: LocalAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are parsed in a thread, because parsing a megabyte in the event loop used to block it for 17 s."""
+    """Monit files are parsed in a thread, because parsing a megabyte in the event loop used to block it for 17 s."""
     threads = set()
 
     def planned(files: Sequence[JobFile], **options: Any) -> tuple[plan.ProcessSpec, ...]:
@@ -540,7 +540,9 @@ async def test_a25_delete_arp_entries_never_fails(world: LocalAgent) -> None:
 async def test_a25_many_arp_entries_are_deleted_by_one_process(
     world: LocalAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``ip`` reads one command per line, so strings in the request that are not addresses must not be passed on."""
+    """All addresses are passed to a single ``ip`` process, which reads one command per line. Strings in the request
+    that are not addresses must not reach it.
+    """
     given: list[str] = []
 
     async def run(*_: str, **options: Any) -> str:
@@ -557,7 +559,7 @@ async def test_a25_many_arp_entries_are_deleted_by_one_process(
 
 
 async def test_a25_flood_of_arp_requests_runs_one_program_at_a_time(world: LocalAgent) -> None:
-    """Each program uses four file descriptors, and concurrent requests used to run their programs all at once."""
+    """Each program uses four file descriptors. Concurrent requests used to run all their programs at once."""
 
     def opened() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))

@@ -217,8 +217,8 @@ async def test_bpm_command_list_reports_invalid_configurations(tmp_path: Path) -
 
 
 async def test_bpm_command_run_shows_output_and_returns_the_exit_code(tmp_path: Path) -> None:
-    """Both output streams are shown and logged. Variables are taken from the command line, and no pidfile is
-    written.
+    """The process's stdout and stderr are both shown and logged. The option ``-e`` sets environment variables, and no
+    pidfile is written.
     """
     async with machine(tmp_path) as found:
         deploy(tmp_path, "echo out $NAME; echo err >&2; exit 7")

@@ -31,7 +31,7 @@ async def deployed(world: LocalAgent, **scripts: str) -> None:
 
 
 async def cancelled(world: LocalAgent, task_id: str) -> Any:
-    """Cancel a task, which would otherwise take ten minutes, and return its value."""
+    """Cancel a task that would otherwise run for ten minutes, and return its result."""
     assert await world.value("cancel_task", task_id) == "canceled"
     return await world.value("get_task", task_id)
 
@@ -61,9 +61,10 @@ async def test_a13_cancelling_a_drain_ends_all_its_processes(world: LocalAgent, 
 
 @pytest.mark.parametrize("seconds", ["600", "-600", "-999999999999999999"])
 async def test_a13_cancelled_drain_stops_waiting(world: LocalAgent, started: Path, seconds: str) -> None:
-    """Cancelling ends the wait for the number of seconds that the drain script has printed.
+    """A drain script prints how many seconds to wait. Cancelling the task cuts this wait short.
 
-    After a negative number, the agent would call the script again at the end of the wait.
+    A negative number also asks the agent to run the script again after the wait, which must not happen after a
+    cancellation.
     """
     await deployed(world, drain=f"#!/bin/sh\necho $$ >{started}; echo {seconds}\n")
     task_id = await task_of(world.call("drain", "shutdown"))

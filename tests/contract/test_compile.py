@@ -48,7 +48,7 @@ def dependency(world: LocalAgent, name: str, version: str = "1", **files: str) -
 
 
 def members(content: bytes) -> dict[str, bytes | None]:
-    """Return the names and contents of an archive. The content is None for an entry that is not a file."""
+    """Return the content of each entry in an archive by name, or None for an entry that is not a file."""
     with tarfile.open(fileobj=io.BytesIO(content)) as packed:
         return {
             member.name: file.read() if (file := packed.extractfile(member)) else None for member in packed.getmembers()
@@ -100,10 +100,9 @@ async def test_a16_compile_returns_id_and_sha1_of_a_new_blob(world: LocalAgent) 
 
 
 async def test_a16_packaging_script_gets_its_documented_environment(world: LocalAgent) -> None:
-    """The script gets the same variables as from the Go agent, a temporary directory, and the agent's programs first in
-    PATH.
+    """The script runs in the package's source directory with the same variables as under the Go agent.
 
-    It runs in the package's source directory.
+    ``TMPDIR`` is the agent's temporary directory, and ``PATH`` begins with the directory of the agent's programs.
     """
     await compiled(world, 'echo "$0|$PWD|$PATH|$TMPDIR|$(umask)"; env | grep ^BOSH_ | sort; ls; cat', "hello")
 

@@ -1,6 +1,6 @@
 """Replies of the disk actions to the Director and the CLI (facts A19 to A24), with directories as volumes.
 
-The volumes are symlinked to their places instead of mounted, so that no test changes the machine's mounts.
+Each volume is symlinked to its mount point instead of being mounted, so that no test changes the machine's mounts.
 ``tests/root`` tests real file systems.
 """
 
@@ -177,7 +177,8 @@ async def test_a24_dynamic_disk_is_linked_as_a_task_and_unlinked_immediately(wor
 
 @pytest.mark.parametrize("hint", ["disk-d", "dev/vdb", {"path": "volume"}])
 async def test_a24_dynamic_disk_without_an_absolute_path_is_rejected_immediately(world: LocalAgent, hint: Any) -> None:
-    """The agent waits only for absolute paths, because only those can still appear.
+    """The agent waits for a missing path to appear, but only if the path is absolute, because no other path could ever
+    appear.
 
     The Go agent links to any string, even to one that is not a path.
     """

@@ -45,7 +45,7 @@ HOSTILE: Final[dict[str, Any]] = {
     "not ASCII": "ä" * 200,
 }
 FEW: Final = ("negative", "nested", "NUL", "path", "not ASCII")
-"""The values to try for actions that start a program for each request."""
+"""Names of the few hostile values that are tried with actions that start a program for each request."""
 URLS: Final = ("URL of a wrong port", "URL of a file")
 SIGNED: Final = {"signed_url": "", "blobstore_headers": {"a": "b"}}
 DIGEST: Final = hashlib.sha1(b"").hexdigest()

@@ -217,7 +217,7 @@ async def test_e10_only_drains_errands_and_compilations_are_cancellable() -> Non
     assert cancellable == {"drain", "run_errand", "compile_package", "compile_package_with_signed_url"}
 
 
-async def test_e10_tasks_of_other_actions_cannot_be_cancelled_until_they_have_ended(world: LocalAgent) -> None:
+async def test_e10_tasks_of_uncancellable_actions_cannot_be_cancelled_until_they_have_ended(world: LocalAgent) -> None:
     gate = world.paths.base / "gate"
     store = Path(world.agent.settings.current.blobstore.options["blobstore_path"])
     script = f"#!/bin/sh\nwhile [ ! -e {gate} ]; do sleep 0.02; done\n"

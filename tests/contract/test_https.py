@@ -87,14 +87,14 @@ async def test_t9_invalid_request_gets_500(cli: AgentClient, body: bytes) -> Non
     ("method", "path"),
     [("GET", "/agent"), ("PUT", "/agent"), ("HEAD", "/blobs/a/b"), ("DELETE", "/blobs/a/b"), ("POST", "/blobs/a/b")],
 )
-async def test_t9_other_methods_get_404(cli: AgentClient, method: str, path: str) -> None:
+async def test_t9_unsupported_http_methods_get_404(cli: AgentClient, method: str, path: str) -> None:
     answer = await cli.send(method, path)
 
     assert (answer.status, answer.body) == (404, b"")
 
 
 @pytest.mark.parametrize("path", ["/", "/agent/", "/agents", "/blob", "/x?y=/agent"])
-async def test_t9_other_paths_get_404_without_a_password(cli: AgentClient, path: str) -> None:
+async def test_t9_unknown_paths_get_404_without_a_password(cli: AgentClient, path: str) -> None:
     answer = await cli.send("GET", path, auth="")
 
     assert (answer.status, answer.body) == (404, b"404 page not found\n")
@@ -172,7 +172,7 @@ async def test_t9_tls_1_2_supports_two_cipher_suites(bus: HttpsBus, suite: str) 
 
 
 @pytest.mark.parametrize("suite", ["ECDHE-RSA-AES128-SHA", "AES256-GCM-SHA384", "ECDHE-RSA-CHACHA20-POLY1305"])
-async def test_t9_tls_1_2_supports_no_other_cipher_suite(bus: HttpsBus, suite: str) -> None:
+async def test_t9_tls_1_2_rejects_unsupported_cipher_suites(bus: HttpsBus, suite: str) -> None:
     context = trusting(authority().ca)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(suite)

@@ -65,7 +65,9 @@ class _Cpu(msgspec.Struct):
 
 
 class _ReportedProcess(msgspec.Struct):
-    """The fields that the bosh CLI decodes for a process. Their integers are unsigned."""
+    """A process in the reply to ``get_state``, with the types to which the bosh CLI decodes it. Its integers are
+    unsigned.
+    """
 
     name: str
     state: str
@@ -159,7 +161,9 @@ async def test_s4_only_a_crashed_process_must_settle_before_it_counts_as_running
 
 @pytest.mark.parametrize("seconds", [3600, 0.2])
 async def test_s4_instance_is_starting_until_its_settling_time_is_over(tmp_path: Path, seconds: float) -> None:
-    """The settling time delays ``post-start``, as monit does because it checks new processes only in its next cycle."""
+    """The settling time delays ``post-start``. monit causes a similar delay, because it first checks a new process in
+    its next cycle.
+    """
     async with made(tmp_path, env={"bosh": {"agent": {"settings": {"settling_time": seconds}}}}) as world:
         await deployed(world, "web")
         assert (await world.value("get_state"))["job_state"] == "running"  # no service is monitored yet
