@@ -24,7 +24,7 @@ pytestmark = pytest.mark.arm64
 
 @pytest.fixture(scope="module")
 def stemcell(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a stemcell for arm64 with ``./dev stemcell``, and return a directory with its members."""
+    """Build a stemcell for arm64 with ``./dev stemcell``, unpack it, and return the directory with its files."""
     where = tmp_path_factory.mktemp("stemcell")
     enable_emulation()
     podman = pods.podman(where)
@@ -42,7 +42,7 @@ def stemcell(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def disk(stemcell: Path) -> Path:
-    """Return a disk with the root file system of the stemcell."""
+    """Create a disk image with the stemcell's root file system, and return its path."""
     root = stemcell / "root"
     root.mkdir()
     subprocess.run(["tar", "-xzf", stemcell / "image", "-C", root], check=True)
@@ -74,7 +74,9 @@ def test_stemcell_for_arm64_names_its_architecture(stemcell: Path) -> None:
 
 
 async def test_stemcell_for_arm64_runs_a_job_under_a_keeper(machine: Machine, bosh: Environment) -> None:
-    """The Director deploys a job over mutual TLS, stops it and starts it again. The container then ends cleanly."""
+    """The Director deploys a job over mutual TLS, stops it and starts it again. Afterwards, the agent and the machine
+    shut down cleanly.
+    """
     (bosh.blobs / "settings.json").write_text(bosh.settings())
     await machine.exec("install", "-m", "640", f"{BLOBS}/settings.json", SETTINGS)
     assert await machine.exec("uname", "-m") == "aarch64\n"

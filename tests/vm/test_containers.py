@@ -1,7 +1,7 @@
-"""Containers of the image under podman on a machine with only cgroup v2.
+"""Runs the agent's image under podman on a machine that has only cgroup v2.
 
-As under a kubelet, each has a memory limit, and ``memory.oom.group`` is 1. Whether the agent can change this depends on
-whether the container's cgroup is writable.
+As under a kubelet, each container has a memory limit, and ``memory.oom.group`` is 1. The agent can change this setting
+only if the container's cgroup is writable.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WITH_WRITABLE_CGROUP: Final = {
 }
 EAT: Final = "/var/vcap/data/eat"
 EATER: Final = f"echo $$ >$pidfile; while [ ! -e {EAT} ]; do sleep 0.2; done; rm {EAT}; exec tail /dev/zero"
-"""A process that takes all memory as soon as a file exists, and removes the file before that."""
+"""Shell command that waits until a file exists, removes it, and then uses up all memory."""
 CONFIGURATION: Final = """
 [engine]
 cgroup_manager = "cgroupfs"
@@ -53,7 +53,9 @@ async def site(tmp_path: Path) -> AsyncIterator[ContainerSite]:
 
 @asynccontextmanager
 async def deployed(site: ContainerSite, *options: str) -> AsyncIterator[Container]:
-    """Run a container with two jobs, one of which takes all memory when asked to. Its volumes are those of a pod."""
+    """Run a container with two jobs, one of which uses up all memory when asked to. The container's volumes are those
+    of a pod.
+    """
     data, settings = site.scratch / "data", site.scratch / "settings.json"
     data.mkdir()
     settings.write_text(site.settings())
@@ -68,7 +70,7 @@ def job(name: str) -> dict[str, str]:
 
 
 async def doctor(container: Container) -> str:
-    """Return the output of ``agent-shim doctor``, which exits with 1 if something is limited."""
+    """Return the output of ``agent-shim doctor``. Its exit code is ignored, because it is 1 if anything is limited."""
     return await container.exec("sh", "-c", "agent-shim doctor || true")
 
 
@@ -97,8 +99,8 @@ async def test_oom_kill_in_a_container_with_writable_cgroup_ends_one_process(sit
 
 
 async def test_oom_kill_in_a_container_with_read_only_cgroup_ends_all_processes(site: ContainerSite) -> None:
-    """The agent cannot clear memory.oom.group, which ``doctor`` reports. When the container is restarted, so are the
-    jobs.
+    """``doctor`` reports that the agent cannot clear memory.oom.group. When the container is restarted, the jobs are
+    started again.
     """
     async with deployed(site) as container:
         found = await doctor(container)

@@ -24,8 +24,9 @@ os.abort()
 
 @pytest.fixture
 def handler(tmp_path: Path) -> Iterator[Path]:
-    """Install a program to which the kernel pipes core dumps. It creates a file with the name of the crashed
-    process.
+    """Install a program to which the kernel pipes core dumps, and return the directory to which it writes them.
+
+    Each dump is written to a file named after the crashed process's pid.
     """
     program, dumps = tmp_path / "handler", tmp_path / "dumps"
     dumps.mkdir()

@@ -38,8 +38,8 @@ with subprocess.Popen(["sleep", "1000"]) as job:
 
 @pytest.fixture
 def container() -> Iterator[Path]:
-    """Create a cgroup with a memory limit of 128 MiB. If memory runs out, the kernel kills all its processes
-    together.
+    """Create a cgroup with a memory limit of 128 MiB. When this memory is used up, the kernel kills all processes in
+    the cgroup together, because ``memory.oom.group`` is 1.
     """
     top = Path("/sys/fs/cgroup")
     (top / "cgroup.subtree_control").write_text("+memory")

@@ -92,7 +92,9 @@ class Guest:
         return int(path.read_text())
 
     async def exceed_memory_limit(self) -> str:
-        """Make one process exceed its memory limit. Wait until it runs again, and return the alert about it."""
+        """Make one process exceed its memory limit, wait until it runs again, and return the alert about the exceeded
+        limit.
+        """
         before = self.pid("hungry")
         Path("/var/vcap/data/web/eat").touch()
         said: str = await until_true(self.alert)
@@ -160,7 +162,7 @@ def overlay() -> None:
 async def guest(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Guest]:
     """Provide an agent that runs in the systemd unit and is connected to the bus.
 
-    A test can pass a setting of the unit as its parameter.
+    A test can change a setting of the unit by passing it as the parameter of this fixture.
     """
     director, monitor, store = Director(poll=0.1), HealthMonitor(), tmp_path / "blobs"
     store.mkdir()
@@ -193,7 +195,7 @@ async def guest(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 
 async def test_unit_restart_keeps_jobs_running(guest: Guest) -> None:
-    """Restarting the unit must replace only the agent, which has its own cgroup.
+    """Restarting the unit must replace only the agent, which has its own cgroup within the unit.
 
     All other processes must keep their pids and memory limits.
     """
