@@ -1,5 +1,5 @@
 """Finds mistakes in a configuration file: members with the wrong type, and unknown keys. For an unknown key, the most
-similar known key is suggested. Pure.
+similar known key is suggested. This module performs no I/O.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import msgspec
 def mistakes(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
     """Yield an error text with the JSON path for each member of ``value`` that does not fit the type ``wanted``.
 
-    The members of ``value`` must already be named as in ``wanted``. If a member's type has a description, the text
-    contains the description instead of the type's name.
+    The member names in ``value`` must already be spelled as in ``wanted`` (``wire.normalized``). If a member's type has
+    a description, the error text contains it instead of the type's name.
     """
     origin = typing.get_origin(wanted)
     is_union = origin in (types.UnionType, typing.Union)
@@ -43,8 +43,8 @@ def mistakes(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
 
 
 def unknown_keys(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
-    """Yield an error text for each key of ``value`` that the type ``wanted`` does not have, with the most similar known
-    key at this level or below.
+    """Yield an error text for each key of ``value`` that is not a field of ``wanted``. The text suggests the most
+    similar known key at the same level or below.
     """
     known = {field.encode_name.lower(): field for field in msgspec.structs.fields(wanted)}
     for name, member in value.items() if isinstance(value, dict) else ():
@@ -58,7 +58,7 @@ def unknown_keys(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``: did you mean WORD?`` with the most similar known word, or "" if no known word is similar.
 
-    A known word with dots is the path of a nested key. It is shown as nested JSON objects.
+    A known word that contains dots is the path of a nested key and is shown as nested JSON objects.
     """
     import difflib  # imported late, because only an unknown word needs it
 

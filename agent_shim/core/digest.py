@@ -1,4 +1,5 @@
-"""Digest strings, which contain one or more digests of a blob. Only the strongest is checked. Pure.
+"""Parses digest strings, which contain one or more digests of a blob, and checks data against the strongest of them.
+This module performs no I/O.
 
 The grammar, the order of strength and the error texts are those of bosh-utils (crypto/multiple_digest.go,
 crypto/digest.go). The digests are separated by ``;``, and each is ``algorithm:hex``, or only hex digits for sha1.
@@ -44,7 +45,7 @@ class Digest(msgspec.Struct, frozen=True):
 
 
 class MultipleDigest(msgspec.Struct, frozen=True):
-    """One or more digests in the order received, no two of them with the same algorithm."""
+    """One or more digests in the order received, each with a different algorithm."""
 
     digests: tuple[Digest, ...]
 

@@ -29,7 +29,7 @@ class SettingsError(ConfigError):
 
 
 class NotThereError(ShimError):
-    """A directory, job or service that a command names does not exist, or this user may not read it."""
+    """A directory, job or service given on the command line does not exist, or the user may not read it."""
 
     exit_code = 66
 
@@ -39,7 +39,7 @@ class BootError(ShimError):
 
 
 class AlreadyRunningError(ShimError):
-    """Another agent uses the same base directory."""
+    """Another running agent uses the same base directory."""
 
     exit_code = 3
 
@@ -73,7 +73,7 @@ class UnknownActionError(ActionError):
 
 
 class TaskNotFoundError(ActionError):
-    """No task has this id (any more)."""
+    """No task has this id, or the task has already been forgotten."""
 
 
 class DigestError(ActionError):
@@ -81,7 +81,7 @@ class DigestError(ActionError):
 
 
 class ArchiveError(ActionError):
-    """An archive is invalid or hostile. No unpacked files remain."""
+    """An archive is invalid or malicious. All files unpacked from it have been removed."""
 
 
 class BlobError(ActionError):

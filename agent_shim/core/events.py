@@ -33,7 +33,7 @@ async def until_stopped(work: Awaitable[Any], stop: asyncio.Event) -> bool:
 
 
 async def is_set_within(seconds: float, event: asyncio.Event) -> bool:
-    """Wait up to ``seconds`` for the event. Return True if it is set."""
+    """Wait up to ``seconds`` until the event is set. Return whether it is set."""
     try:
         async with asyncio.timeout(seconds):
             return await event.wait()

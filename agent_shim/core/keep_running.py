@@ -1,5 +1,5 @@
-"""Restarts endless tasks that crash. Crashes are logged and counted, and the pause before a restart grows. Other tasks
-are not affected.
+"""Restarts endless tasks that crash. Each crash is logged and counted, and the pause before the restart doubles up to a
+limit. Other tasks keep running.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S: Final = 0.5
 MAX_PAUSE_S: Final = 60.0
 """Maximum pause before a restart, in seconds. Each pause is twice as long as the previous one. After a task has run for
-longer than this maximum, its next pause is the shortest again.
+longer than this maximum, its next pause is ``FIRST_PAUSE_S`` again.
 """
 FAILURE_PERIOD_S: Final = 60.0
 MAX_FAILURES: Final = 5
@@ -27,9 +27,10 @@ failures: Final[Counter[str]] = Counter()
 
 
 async def run_forever(name: str, run: Callable[[], Awaitable[object]], *, is_vital: bool = False) -> NoReturn:
-    """Restart ``run`` whenever it ends, which it never should.
+    """Call ``run``, and call it again whenever it returns or raises an error, although it should do neither.
 
-    If the task ``is_vital`` and fails too often, raise ``RuntimeError`` with the last failure as its cause.
+    If ``is_vital`` is set and the task fails too often (``MAX_FAILURES``), raise ``RuntimeError`` with the last failure
+    as its cause.
     """
     pause = FIRST_PAUSE_S
     recent: deque[float] = deque(maxlen=MAX_FAILURES + 1)
@@ -57,8 +58,8 @@ async def run_forever(name: str, run: Callable[[], Awaitable[object]], *, is_vit
 
 
 def is_asked_to_end() -> bool:
-    """Return True if somebody has cancelled the current task. Otherwise, a caught ``CancelledError`` comes from
-    something that the task awaited.
+    """Return True if the current task itself is being cancelled. If it is not, a ``CancelledError`` that it has caught
+    comes from something that it awaited.
     """
     current = asyncio.current_task()
     return current is not None and current.cancelling() > 0

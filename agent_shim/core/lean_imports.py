@@ -11,9 +11,10 @@ from typing import Any
 
 
 class _StandIn(ModuleType):
-    """A placeholder for a module that is not used.
+    """A placeholder for a module that a library imports but does not need here.
 
-    While a library is imported, each attribute is an empty class; afterwards, it is the attribute of the real module.
+    While the library is being imported, every attribute of the placeholder is an empty class. Afterwards, attributes
+    are looked up in the real module, which is imported on first use.
     """
 
     is_importing = True

@@ -59,8 +59,8 @@ _encode: Final = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
 def _members(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the additional JSON members of a line, which are given as ``logger.info(text, extra={"members":
-    {…}})``.
+    """Return the additional JSON members of a log line, which the caller has passed as in ``logger.info(text,
+    extra={"members": {…}})``.
     """
     members: dict[str, Any] = getattr(record, "members", {})
     return {name: redacted(value) if isinstance(value, str) else value for name, value in members.items()}
@@ -195,12 +195,14 @@ class _Stderr(logging.Handler):
 
 
 def is_json(form: str) -> bool:
-    """Return True if lines are to be JSON. If ``form`` is "", a terminal gets text, and anything else JSON."""
+    """Return True if log lines should be JSON. If ``form`` is "", they are text on a terminal, otherwise JSON."""
     return form == "json" or (form != "text" and not sys.stderr.isatty())
 
 
 def turn(steps: int) -> None:
-    """Change the log level by ``steps``. A negative number means more output. Errors are always logged."""
+    """Change the log level by ``steps``. If the number is negative, more is logged. Errors are logged at every
+    level.
+    """
     root = logging.getLogger()
     names = [name.upper() for name in LEVELS]
     now = names.index(logging.getLevelName(root.level))

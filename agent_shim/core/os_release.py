@@ -1,4 +1,6 @@
-"""Derives the stemcell's name for the operating system from the text of ``/etc/os-release``. Pure."""
+"""Derives the stemcell's name for the operating system from the text of ``/etc/os-release``. This module performs no
+I/O.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def operating_system(text: str) -> str:
 
 
 def _assigned(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and value of each line. The values are quoted as in a shell; the quotes are removed."""
+    """Yield the name and value of each assignment. Values are quoted as in a shell, so the quotes are removed. Raises
+    ``ValueError`` if the quoting is invalid.
+    """
     for line in text.splitlines():
         name, equals, value = line.strip().partition("=")
         if equals and not name.startswith("#"):

@@ -1,8 +1,8 @@
 """The paths of all files that an agent uses, below one base directory.
 
 ``Paths()`` is the tree of a BOSH machine. ``Paths(DIR)`` is the same tree below ``DIR``, which replaces ``/var/vcap``.
-Files in ``/etc`` correspond to files in ``DIR/etc``. So nothing outside ``DIR`` is written, and nothing in the real
-``/var/vcap`` is read. Names and locations are those of the Go agent (settings/directories/directories_provider.go).
+Files in ``/etc`` correspond to files in ``DIR/etc``. The agent then writes nothing outside ``DIR`` and reads nothing in
+the real ``/var/vcap``. Names and locations are those of the Go agent (settings/directories/directories_provider.go).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Paths:
         """True for the real tree. Only then may the agent change files outside ``base`` (``/etc``)."""
         self.etc = Path("/etc") if self.is_system else base / "etc"
         self.logrotate_rule = self.etc / "logrotate.d" / "vcap"
-        """The logrotate configuration with which cron rotates job logs under the Go agent."""
+        """The configuration with which logrotate, run by cron, rotates job logs under the Go agent."""
         self.system_log = Path("/var/log") if self.is_system else base / "var/log"
         """The directory that ``bosh logs --system`` packs."""
         self.shared_owner = "root:vcap" if self.is_system else None

@@ -1,4 +1,5 @@
-"""Types for agent.json and for the settings that a CPI writes, the precedence of settings, and error texts. Pure.
+"""Parses agent.json and the settings that a CPI writes, decides which settings take precedence, and describes mistakes
+in them. This module performs no I/O.
 
 Field names and precedence follow the Go agent (app/config.go, settings/settings.go, settings/update_settings.go).
 Unused keys are ignored. Null means absent.
@@ -71,10 +72,10 @@ class BpmOptions(msgspec.Struct, frozen=True):
 
 
 class MonitOptions(msgspec.Struct, frozen=True):
-    """Addresses of monit's API and of the mail server to which the Go agent lets monit send alerts. A value is
-    ``ADDR:PORT`` or ``off``.
+    """Addresses on which to serve monit's API, and to listen on the mail port to which monit sends alerts under the Go
+    agent. Each is ``ADDR:PORT`` or ``off``.
 
-    "" means the usual port on the real tree, and ``off`` below another base directory.
+    The default "" stands for the usual port if the base directory is ``/var/vcap``, and otherwise for ``off``.
     """
 
     http: OptionalListener = ""
@@ -84,7 +85,9 @@ class MonitOptions(msgspec.Struct, frozen=True):
 
 
 class LogOptions(msgspec.Struct, frozen=True, rename="camel"):
-    """Rotation of job logs. Sizes are written as in logrotate (``50M``). ``rotate`` false disables it."""
+    """Options for the rotation of job logs, which is enabled by ``rotate``. Sizes are written as in logrotate
+    (``50M``).
+    """
 
     rotate: bool = True
     size: Size = "50M"
@@ -100,15 +103,17 @@ class ShimOptions(msgspec.Struct, frozen=True, rename="camel"):
     """Options of this agent, under the key ``AgentShim``, which the Go agent ignores."""
 
     http: Listener = "0.0.0.0:9190"
-    """``ADDR:PORT`` of metrics and probes, or ``off``."""
+    """Address of the HTTP server for metrics and probes, as ``ADDR:PORT``, or ``off``."""
     log_format: Annotated[str, msgspec.Meta(pattern=r"\A(?:json|text)?\Z", description="json or text")] = ""
     log_level: Level = "info"
     grace: Annotated[float, msgspec.Meta(ge=0)] = 30.0
-    """Seconds for the orderly stop of all jobs. Must be less than the pod's terminationGracePeriodSeconds."""
+    """How many seconds the agent may take to stop all jobs before it exits. Must be less than the pod's
+    terminationGracePeriodSeconds.
+    """
     spec: str = ""
     """Directory of rendered jobs and packages to deploy without a Director."""
     firewall: bool = True
-    """Keep jobs from connecting to the bus by means of packet filter rules, if the agent is allowed to set them."""
+    """If the agent is allowed to set packet filter rules, use them to keep jobs from connecting to the bus."""
     job_logs: bool = False
     """Copy the log files of jobs to standard output."""
     bpm: BpmOptions = BpmOptions()
@@ -127,9 +132,9 @@ class AgentConfig(msgspec.Struct, frozen=True):
         """Return the possible settings files in the order in which they are tried, each as a path in the tree of
         ``paths``.
 
-        Files named in agent.json are used alone, unless a container CPI writes one of them. In that case the files of
-        all container CPIs follow, because an official stemcell names only the first. The files of all container CPIs
-        are also used if no file is named, because a volume may hide agent.json.
+        If agent.json names files, only those are tried, unless one of them is a file that a container CPI writes. In
+        that case the files of all other container CPIs are tried afterwards, because an official stemcell names only
+        the first. If no file is named, the files of all container CPIs are tried, because a volume may hide agent.json.
         """
         sources = self.infrastructure.settings.sources
         named = [Path(each.settings_path) for each in sources if each.type == "File" and each.settings_path]
@@ -143,7 +148,8 @@ _OF_THE_GO_AGENT: Final = frozenset({"platform", "infrastructure"})
 
 
 def parse_config(raw: bytes, *, origin: str, unknown: list[str] | None = None) -> AgentConfig:
-    """Parse the content of agent.json. Errors call the file ``origin`` and list all mistakes.
+    """Parse the content of agent.json. Raises ``ConfigError`` with the file name ``origin`` and up to ``MAX_MISTAKES``
+    mistakes.
 
     For each unknown key, at the top level or in ``AgentShim``, a line is appended to ``unknown``. The Go agent's own
     parts are not checked.
@@ -202,11 +208,13 @@ class RunDir(TmpfsDir, frozen=True):
 
 
 class AgentSettings(msgspec.Struct, frozen=True):
-    """``env.bosh.agent.settings``. ``settling_time`` is an extension."""
+    """Content of ``env.bosh.agent.settings``. The Go agent does not have ``settling_time``."""
 
     tmpfs: bool = False
     settling_time: Lenient[Annotated[float, msgspec.Meta(ge=0, le=3600)]] = 0.0
-    """Seconds from ``start`` until the instance may be ``running``, for scripts that rely on monit's first cycle."""
+    """Minimum number of seconds from ``start`` until the instance is reported as ``running``, for scripts that rely on
+    the delay until monit's first cycle.
+    """
 
 
 class AgentEnv(msgspec.Struct, frozen=True):
@@ -218,7 +226,7 @@ class Ipv6(msgspec.Struct, frozen=True):
 
 
 class BoshEnv(msgspec.Struct, frozen=True):
-    """``env.bosh``: options of the agent from the Director and the manifest."""
+    """Content of ``env.bosh``: agent options that come from the Director and the manifest."""
 
     agent: AgentEnv = AgentEnv()
     mbus: MbusSettings = MbusSettings()
@@ -238,7 +246,7 @@ class BoshEnv(msgspec.Struct, frozen=True):
 
 
 class Env(msgspec.Struct, frozen=True):
-    """``env``. The three proxy members mean the same as the environment variables of these names and override them."""
+    """Content of ``env``. The three proxy members override the environment variables of the same names."""
 
     bosh: BoshEnv = BoshEnv()
     http_proxy: Lenient[str] = ""
@@ -250,7 +258,7 @@ class Env(msgspec.Struct, frozen=True):
 
 
 class Network(msgspec.Struct, frozen=True):
-    """One network of the settings (settings/settings.go)."""
+    """A network in the settings (settings/settings.go)."""
 
     type: str = ""
     ip: str = ""
@@ -300,7 +308,9 @@ class DiskAssociation(msgspec.Struct, frozen=True):
 
 
 class UpdateSettings(msgspec.Struct, frozen=True):
-    """Settings from ``update_settings`` (settings/update_settings.go). The stored file has all members."""
+    """Settings from ``update_settings`` (settings/update_settings.go). They are stored in a file that contains every
+    member, even empty ones.
+    """
 
     blobstores: list[Blobstore] | None = None
     disk_associations: list[DiskAssociation] = []
@@ -308,8 +318,8 @@ class UpdateSettings(msgspec.Struct, frozen=True):
     trusted_certs: str = ""
 
     def merged(self, news: UpdateSettings) -> UpdateSettings:
-        """Return these settings after the next update, ``news``. Trusted certificates and disk associations are always
-        replaced. The bus and the blobstores are replaced only if the update contains them.
+        """Return the result of applying the next update, ``news``, to these settings. Trusted certificates and disk
+        associations are always replaced. The bus and the blobstores are replaced only if the update contains them.
         """
         return UpdateSettings(
             blobstores=self.blobstores if news.blobstores is None else news.blobstores,
@@ -322,8 +332,8 @@ class UpdateSettings(msgspec.Struct, frozen=True):
 def parse(raw: bytes, *, origin: str, ignored: list[str] | None = None) -> Settings:
     """Read and check a settings document.
 
-    Errors call the document ``origin`` and include the JSON path. For each member of a wrong type that the Go agent
-    does not read, a line is appended to ``ignored``.
+    Errors refer to the document as ``origin`` and include the JSON path. For each member of a wrong type that the Go
+    agent does not read, a line is appended to ``ignored``.
     """
     settings = _decoded(raw, Settings, origin, ignored)
     if not settings.agent_id:
@@ -348,7 +358,7 @@ def _decoded(raw: bytes, wanted: type[T], origin: str, ignored: list[str] | None
 
 
 def _placed(exc: ValueError, raw: bytes) -> str:
-    """Convert the byte offset of a mistake to line and column."""
+    """Return the error text, with a byte offset at its end replaced by the line and column."""
     text = str(exc)
     head, found, tail = text.rpartition("(byte ")
     number = tail.removesuffix(")")
@@ -427,8 +437,8 @@ class Effective(msgspec.Struct, frozen=True):
 
     @property
     def asked_mbus(self) -> Mbus:
-        """The bus of the last ``update_settings``, even if ``mbus`` prefers the certificate in ``env.bosh.mbus``
-        because it is newer.
+        """Addresses of the bus with the credentials from the last ``update_settings``, even if ``mbus`` uses the
+        certificate in ``env.bosh.mbus`` instead because that one is newer.
         """
         return self._mbus(self.update.mbus.cert) if self.update.mbus.cert.ca else self.mbus
 
@@ -457,7 +467,7 @@ class Effective(msgspec.Struct, frozen=True):
 
     @property
     def name_servers(self) -> list[str]:
-        """Name servers of the network that is the default for DNS or, without one, of the only network
+        """Name servers of the network that is the default for DNS or, if there is only one network, of that network
         (settings/settings.go).
         """
         networks = [network for network in self.source.networks.values() if network.type != "vip"]
@@ -473,8 +483,8 @@ NATS_PORT: Final = 4222
 def bus_address(url: str) -> SplitResult:
     """Split an address of the bus. For an invalid address the parts are empty and the port is None.
 
-    An address is also invalid if its password contains a character such as ``/``, because the password would end there,
-    and its rest would be parsed as host and port.
+    An address is also invalid if its password contains an unescaped character such as ``/``, because the host would end
+    there, and the user and the beginning of the password would be taken for host and port.
     """
     with suppress(ValueError):
         parts = urlsplit(url)

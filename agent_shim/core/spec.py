@@ -1,4 +1,5 @@
-"""The apply spec: the instance state that the Director wants, in the form in which it is stored and reported. Pure.
+"""Parses the apply spec, which describes the state that the Director wants the instance to have, and converts it to the
+form in which it is stored and reported. This module performs no I/O.
 
 Only the members that the Go agent knows are stored (agent/applier/applyspec/v1_apply_spec.go), because the Director
 reads the stored form in ``get_state``. ``networks`` and ``resource_pool`` are stored exactly as received.
@@ -91,7 +92,9 @@ class ApplySpec(msgspec.Struct, frozen=True):
 
     @property
     def jobs(self) -> list[Template]:
-        """The jobs whose templates are rendered. There are none before the first full spec (v1_apply_spec.go, Jobs)."""
+        """The jobs of the instance group, or an empty list before the first full spec, which has no rendered templates
+        (v1_apply_spec.go, Jobs).
+        """
         return [] if self.rendered_templates_archive is None else self.job.templates or []
 
     @property

@@ -1,4 +1,4 @@
-"""Decodes requests from bytes and encodes replies to bytes. Pure.
+"""Decodes requests from bytes and encodes replies to bytes. This module performs no I/O.
 
 Formats and limits are those of the Go agent (handler/request.go, handler/perform_handler_with_json.go). Null values and
 the case of member names are treated as leniently as by Go's encoding/json, because callers may rely on that.
@@ -24,7 +24,7 @@ T = TypeVar("T")
 Lenient = Annotated[T, msgspec.Meta(extra={"lenient": True})]
 """A member that the Go agent does not know and therefore ignores, so a value of the wrong type must not be an error."""
 Internal = Annotated[T, msgspec.Meta(extra={"internal": True})]
-"""A member that is ignored in documents, because only the agent sets it."""
+"""A member that only the agent itself sets. In a document, it is ignored."""
 DigestText = Annotated[str, msgspec.Meta(extra={"digest": True})]
 """A digest string. An invalid digest is treated as a value of the wrong type. As in the Go agent, a JSON null is read
 as the digest string ``null``.
@@ -84,8 +84,8 @@ _MAX_INTEGER_DIGITS: Final = 100
 
 
 def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
-    """Decode a document of one type. Raises ``msgspec.DecodeError``, also for a document that is nested too deeply or
-    not UTF-8.
+    """Decode a JSON document to the type ``kind``. Raises ``msgspec.DecodeError`` for every kind of invalid document,
+    including one that is nested too deeply or not UTF-8.
     """
     try:
         return msgspec.json.decode(data, type=kind)
@@ -137,7 +137,9 @@ def _number(digits: str) -> int | float:
 
 
 def encode_value(value: Any, *, limit: int | None = None) -> bytes:
-    """Return ``{"value": …}``, or the Go agent's exception if that exceeds ``limit`` bytes."""
+    """Return ``{"value": …}`` or, if that is longer than ``limit`` bytes, the exception that the Go agent returns in
+    this case.
+    """
     reply = b'{"value":' + msgspec.json.encode(value) + b"}"
     if limit is not None and len(reply) > limit:
         return _exception(TOO_LONG)
