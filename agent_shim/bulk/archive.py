@@ -1,4 +1,4 @@
-"""Unpacks tar archives, and reads their members.
+"""Unpacks tar archives, and reads single members of them.
 
 The digest of an archive is checked before it is read, so whoever made the archive is as trusted as the Director. The
 limits on size, number of members and time only guard against faulty archives. :mod:`tarfile` is only used to read the
@@ -55,8 +55,8 @@ def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
 
     With ``subtree``, which is used for rendered templates, the archive must be gzip, and only the content of that
     directory (``job/…`` or ``./job/…``) is unpacked, directly into ``into``. Symbolic links may point anywhere, as
-    those in packages do to ``/var/vcap/packages/…``, but nothing is ever written through a link. Raises
-    ``ArchiveError`` after removing ``into``.
+    those in packages do to ``/var/vcap/packages/…``, but nothing is ever written through a link. If the archive is
+    invalid, ``into`` is removed and ``ArchiveError`` is raised.
     """
     try:
         into.mkdir(mode=0o700)
@@ -260,8 +260,8 @@ class _UnpackedTree(msgspec.Struct):
         self.links[path] = member
 
     def hard_link(self, path: str, target: str) -> None:
-        """Create a hard link to ``target``, an entry unpacked earlier. If the target is a symlink, which ``finish``
-        creates, let it create a second one.
+        """Create a hard link to ``target``, an entry unpacked earlier. If the target is a symlink, it does not exist
+        yet, so have ``finish`` create a second symlink with the same target.
         """
         self._vacate(path)
         if target in self.links:
@@ -284,7 +284,7 @@ class _UnpackedTree(msgspec.Struct):
                 os.utime(path or ".", _times(member), dir_fd=self.fd)
 
     def _enter(self, path: str) -> None:
-        """Create a directory and its parents if missing."""
+        """Create a directory and its parents if they do not exist yet."""
         if not path or path in self.directories:
             return
         self._enter(posixpath.dirname(path))

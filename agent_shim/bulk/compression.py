@@ -57,9 +57,9 @@ def _start(source: BinaryIO) -> bytes:
 
 @contextmanager
 def decompressed(source: BinaryIO) -> Iterator[Any]:
-    """Yield the decompressed stream of the tar file ``source``, with ``read``, ``tell`` and a forward ``seek``.
+    """Yield a stream of the decompressed tar file ``source`` that supports ``read``, ``tell`` and forward ``seek``.
 
-    The methods raise ``ArchiveError``, or the errors of ``isal`` for gzip.
+    Its methods raise ``ArchiveError`` or, for gzip, the errors of ``isal``.
     """
     start = _start(source)
     program = next((each for magic, each in PROGRAMS.items() if start.startswith(magic)), None)

@@ -3,7 +3,7 @@ MigratePersistentDisk).
 
 The copy keeps owners, modes, modification times, extended attributes, ACLs, hard links, holes, symbolic links and
 special files. Sockets are left out. If the target file system cannot store ACLs or attributes (NFS, FUSE drivers,
-ramfs), the copy succeeds, as in the Go agent, but the caller also learns what was lost. Any other message from tar
+ramfs), the copy succeeds, as in the Go agent, but the result also says which ones were lost. Any other message from tar
 aborts the copy, because it means that content is missing. The Go agent ignores such messages from the reading tar.
 
 A copy that was killed starts over. All functions block for as long as the copying takes.
@@ -76,10 +76,10 @@ _TOTAL: Final = re.compile("Total bytes written: ([0-9]+)")
 
 
 def mirror(source: Path, target: Path, *, spared: Collection[str] = (), report: Report = ignore) -> list[str]:
-    """Make ``target`` equal to ``source``. Everything else in ``target`` is removed.
+    """Make ``target`` a copy of ``source``, and remove everything else from it.
 
-    Names in ``spared`` are skipped at the top of both directories. Returns a text for each kind of attribute that the
-    file system of ``target`` could not store. Raises ``HostError`` with tar's first message.
+    Top-level entries named in ``spared`` are neither copied nor removed. Returns a text for each kind of attribute that
+    the file system of ``target`` could not store. Raises ``HostError`` with tar's first message.
     """
     what = f"copy {source} to {target}"
     with files.attempting(what):
@@ -116,7 +116,7 @@ def _empty(target: Path, spared: Collection[str]) -> None:
 
 
 def _copy(source: Path, target: Path, spared: Collection[str], report: Report) -> _Messages:
-    """Copy once, stopping at the first problem. Return tar's messages."""
+    """Make one attempt to copy, which stops at the first problem. Return tar's messages."""
     pack = [*_TAR, *_KEPT, "-C", str(source), "--create", "--sparse", "--atime-preserve=system"]
     pack += ["--warning=no-file-ignored", "--anchored", "--no-wildcards", *(f"--exclude=./{name}" for name in spared)]
     unpack = [*_TAR, *_KEPT, "-C", str(target), "--extract", "--preserve-permissions", "--same-owner"]
@@ -156,8 +156,8 @@ def _copy(source: Path, target: Path, spared: Collection[str], report: Report) -
 
 
 def _make_directories(source: Path, target: Path, spared: Collection[str]) -> None:
-    """Create all directories with full access for their owner, because tar cannot fill read-only ones without
-    capabilities.
+    """Create all directories of ``source`` in ``target`` with full access for their owner, because tar without
+    capabilities cannot fill read-only ones.
     """
     ahead = [source]
     while ahead:

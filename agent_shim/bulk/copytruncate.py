@@ -87,7 +87,7 @@ def _is_there(directory: int, name: str) -> bool:
 
 
 def _pack(source: int, target: int, size: int, most: int) -> Moved:
-    """Copy the first ``size`` bytes and everything added in the meantime, then truncate the source immediately."""
+    """Copy the first ``size`` bytes and whatever is appended during the copy, then immediately truncate the source."""
     packer = isal_zlib.compressobj(LEVEL, isal_zlib.DEFLATED, GZIP)
     # Skip holes. A writer without O_APPEND continues at its old offset after a truncation, which leaves a hole at the
     # beginning of the file.

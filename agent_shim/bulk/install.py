@@ -32,7 +32,7 @@ INSTALLING = {"job": "Installing job bundle: ", "package": "Installing package d
 UNREACHED = Outcome("it was skipped, because other transfers had failed")
 
 PATIENCE_S = 120.0
-"""After a failure, further transfers may begin only within this many seconds. Otherwise, a blobstore that stalls would
+"""After a failure, transfers begin only for this many more seconds. Without this limit, a blobstore that stalls would
 delay the result by two minutes for each blob.
 """
 

@@ -9,16 +9,16 @@ from typing import Final
 from agent_shim.host import files
 
 DIRECTORY_MODE: Final = {"job": 0o750, "package": 0o755}
-"""Mode of an installed bundle, of the parent directory with its versions, and of the directory with the links to the
-bundles in use.
+"""Mode, by kind of bundle, of an installed bundle's directory, of the parent directory that contains all versions, and
+of the directory that contains links to the bundles in use.
 """
 
 
 def set_owners_and_modes(kind: str, tree: Path, owner: str | None) -> None:
-    """Set the modes and owners that an unpacked tree has once it is installed (agent/applier/jobs/owner_fix.go).
+    """Give an unpacked tree the modes and owners of an installed bundle (agent/applier/jobs/owner_fix.go).
 
-    In a job, everything belongs to ``owner``. Directories and files below ``bin`` are 0750, other files 0640. In a
-    package only the directory itself gets a mode and an owner.
+    In a job, everything belongs to ``owner``, directories and all files below ``bin`` have mode 0750, and other files
+    have mode 0640. In a package, only the top directory gets a mode and an owner.
     """
     if kind != "job":
         files.make_dir(tree, 0o755, owner if kind == "package" else None)

@@ -46,11 +46,11 @@ MAX_COMPRESSORS: Final = 2
 """Maximum number of compressing threads. A third one would only wait for the thread that hashes and writes."""
 
 MAX_JOB_ENTRIES: Final = 20_000
-"""Maximum number of entries packed below each top-level directory of a live tree, which bounds the memory that a job
-can consume.
+"""Maximum number of entries packed below each top-level directory of a live tree (see ``pack``). This limits the memory
+that a job can make the worker use.
 """
 LIVE_TIMEOUT_S: Final = 1200.0
-"""Maximum time for packing a live tree. After that the rest is left out."""
+"""Maximum time for packing a live tree. Files that are not packed by then are left out."""
 MAX_FIXED_BYTES: Final = archive.MAX_BYTES
 """Maximum total size of the files in a tree that is not live. No agent would unpack more, and a sparse file of
 terabytes would occupy a worker for hours.
@@ -70,13 +70,13 @@ def pack(
 ) -> MultipleDigest:
     """Write ``trees`` as one archive, gzip by default; return its digests ``sha1;sha512``.
 
-    If several trees have an entry of the same name, the last tree's entry is packed. A time after ``newest`` (seconds
-    since 1970) becomes ``newest``, so that an archive with generated files has the same bytes whenever they were
-    generated. Raises ``HostError``, and ``OutputError`` if ``out`` cannot be written.
+    If several trees have an entry of the same name, the last tree's entry is packed. Modification times later than
+    ``newest`` (seconds since 1970) are replaced by ``newest``, so that an archive with generated files has the same
+    bytes whenever they were generated. Raises ``HostError``, and ``OutputError`` if ``out`` cannot be written.
 
-    With ``remarks``, the trees are live, which means that other processes write to them. Files that are renamed in the
-    meantime are looked up again. No error is raised for a file that cannot be read, is truncated, or is a link out of
-    its tree. Instead, an archive entry named ``remarks`` reports these files.
+    ``remarks`` is set if the trees are live, which means that other processes may be writing to them. Files that are
+    renamed in the meantime are then looked up again. A file that cannot be read, is truncated, or is a link out of its
+    tree raises no error. Instead, it is listed in an additional archive entry, whose name is ``remarks``.
     """
     with ExitStack() as opened:
         sink = opened.enter_context(Sink(out, compressed=compressed, newest=newest))
@@ -142,7 +142,7 @@ class _ArchiveWriter:
         self._give_up_at = time.monotonic() + LIVE_TIMEOUT_S
 
     def is_late(self) -> bool:
-        """Return True, and add a remark, if packing a live tree has taken too long."""
+        """Return True if packing a live tree has taken too long. In that case, also add a remark."""
         if not self._is_live or time.monotonic() < self._give_up_at:
             return False
         self._remarks["."] = f"the archive is incomplete: packing took longer than {LIVE_TIMEOUT_S:g} seconds"
@@ -356,8 +356,8 @@ def _kind(entry: os.DirEntry[str]) -> int:
 
 
 def _inner_target(entry: _Listed, target: str) -> str:
-    """Return ``target`` relative to its link, or "" if its path leads out of the root. Only names are compared; no link
-    is followed.
+    """Return a link's ``target`` relative to the link's directory, or "" if the target is outside the packed directory.
+    Only the paths are compared, so no link is followed.
 
     An absolute target is made relative, because it would not exist where the archive is unpacked.
     """
@@ -402,8 +402,8 @@ class Sink:
     """The output stream of an archive, used as a context manager: it compresses the archive, computes its digests and
     writes the file.
 
-    Threads compress and write. An error in one of them is raised by a later write. The number of threads does not
-    affect the archive.
+    Compression and writing are done by threads. An error in one of them is raised by a later write. The archive has the
+    same bytes for any number of threads.
     """
 
     def __init__(self, out: BinaryIO, *, compressed: bool, newest: int | None) -> None:
@@ -447,7 +447,8 @@ class Sink:
         self._fill(-header.size % tarfile.BLOCKSIZE)
 
     def write_file(self, fd: int, runs: Sequence[tuple[int, int]], size: int) -> tuple[int, OSError | None]:
-        """Write ``size`` bytes from ``runs``, and the padding.
+        """Write ``size`` bytes of the open file ``fd``, with zeros outside its data segments ``runs``, and pad them to
+        a full block.
 
         If the file has grown since it was opened, the additional bytes are left out. If it has shrunk, zeros are
         appended.
@@ -479,7 +480,7 @@ class Sink:
             left -= min(left, PIECE_BYTES)
 
     def finish(self) -> MultipleDigest:
-        """Write the end of the archive, two empty blocks, and return its digests."""
+        """Write the two empty blocks that end the archive, and return the digests of the archive."""
         self._fill(2 * tarfile.BLOCKSIZE)
         if self._stream is not self._file:
             self._stream.close()

@@ -1,4 +1,4 @@
-"""Requests to a worker and its answers. Each is a JSON document in one line.
+"""The requests that a worker receives and the answers that it sends. Each is a JSON document on a single line.
 
 Requests contain secrets, so they are never passed in arguments or in the environment, and never stored on a disk.
 """
@@ -74,11 +74,12 @@ class Put(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tree(msgspec.Struct, frozen=True):
-    """A directory to pack. ``prefix`` precedes the names of its entries and ends in ``/`` if it is a directory.
+    """A directory to pack. ``prefix`` is put before the name of each entry. It ends in ``/`` if it is meant as a
+    directory.
 
-    Without ``patterns`` it is packed completely, with directories, and must exist. With patterns (``**/*.log``, in the
-    doublestar syntax of the Go agent) only files and links that match are packed. A pattern that names a directory
-    includes its whole content.
+    If ``patterns`` are given (such as ``**/*.log``, in the doublestar syntax of the Go agent), only files and links
+    that match one of them are packed. A pattern that names a directory matches everything in it. If there are no
+    patterns, ``root`` must exist and is packed completely, including directories.
     """
 
     root: str
@@ -89,9 +90,9 @@ class Tree(msgspec.Struct, frozen=True):
 class Pack(msgspec.Struct, frozen=True, tag=True):
     """Pack ``trees`` into the file ``path``, gzip by default.
 
-    Times after ``newest`` (seconds since 1970) become ``newest``. With ``remarks``, the trees are live, and an archive
-    entry of this name lists the files that were left out or changed while they were read. If ``put`` is given, the same
-    worker then uploads the file.
+    Modification times later than ``newest`` (seconds since 1970) are replaced by ``newest``. ``remarks`` is set if
+    other processes may be writing to the trees; it names the archive entry that lists the files that were left out or
+    changed while they were read. If ``put`` is given, the same worker uploads the file afterwards.
     """
 
     trees: list[Tree]
@@ -132,7 +133,8 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 class Rotate(msgspec.Struct, frozen=True, tag=True):
     """Rotate the log files ``paths`` below ``root`` (``bulk.copytruncate``), keeping ``keep`` archives of each.
 
-    Files with more than ``most`` bytes keep only their end. The paths are bytes, as jobs may use any name.
+    Of a file with more than ``most`` bytes, only the last ``most`` bytes are archived. The paths are bytes, because
+    jobs may use any name.
     """
 
     root: str
@@ -145,7 +147,7 @@ Request = Install | Get | Put | Pack | CopyTree | Rotate
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Outcome of one target: the error or "", and whether its archive was compressed.
+    """Outcome for one target or log file: the error or "", and whether the unpacked archive was compressed.
 
     ``newest`` is the latest modification time of a source (seconds since 1970), ``left_out`` the bytes of a log that
     were dropped.
@@ -158,7 +160,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """Answer of a worker: the error, or the results of the request.
+    """A worker's answer: the error, or the results of the request.
 
     ``blob_id`` names a new blob. ``sha1`` and ``sha512`` (hex) are digests of the packed archive. The outcomes are in
     the order of the targets. ``put_error`` is the error of the upload after packing. ``losses`` describes the

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from agent_shim.bulk.transfer import Transfer
 
 CREATE_ENV_CACHE: Final = "/var/vcap/micro_bosh/data/cache"
-"""The path with which create-env manifests refer to the directory that the agent serves under ``/blobs`` (app/app.go).
+"""The blobstore path in create-env manifests. It stands for the directory that the agent serves under ``/blobs``
+(app/app.go).
 """
 
 PROGRAM_TIMEOUT_S: Final = 3600.0
@@ -44,7 +45,9 @@ class Provider(Protocol):
         """Return the content as an open file, after feeding it to ``hasher``. The caller closes it."""
 
     async def put(self, blob_id: str, path: Path) -> None:
-        """Store the content of ``path`` under ``blob_id``. The ID is new, and the content does not change any more."""
+        """Store the content of ``path`` under ``blob_id``. No blob has this id yet, and the file is not changed any
+        more.
+        """
 
 
 def environment(store: Blobstore) -> dict[str, str]:
@@ -179,7 +182,7 @@ class External:
                 raise BlobError(f"{what}: it ended with code {status}: {harmless(text, self._options)}")
 
     async def _write_config(self) -> None:
-        """Write the Go agent's file, readable only by root."""
+        """Write the options to the same file as the Go agent does. Only root can read it."""
         content = msgspec.json.encode(self._options)
         await asyncio.to_thread(files.write_atomic, self._config, content, mode=0o600, if_changed=True)
 

@@ -32,7 +32,7 @@ RESERVE_BYTES: Final = 64 << 20
 """
 RESERVED_PART: Final = 0.05
 SPACE_CHECK_BYTES: Final = 4 << 20
-"""The free space is checked whenever a download has received this many bytes."""
+"""Number of bytes that a download receives between two checks of the free space."""
 
 
 class Transfer:

@@ -5,7 +5,7 @@ the other, and writes the answers to standard output (``bulk.protocol``; the oth
 failures are part of the answer. Any other failure ends the worker with a traceback. When the worker or its parent is
 terminated, it removes its temporary files.
 
-Starting it delays the action, so each kind of request imports only the modules that it needs.
+An action has to wait until its worker has started, so each kind of request imports only the modules that it needs.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ async def _serve(request: Request, temps: list[Path]) -> Done:
 
 
 def _refused(request: Request, exc: OSError) -> str:
-    """Describe a failed system call, with the free space and the file that the error names, or otherwise the file being
-    written.
+    """Describe a failed system call. If the error does not name a file and the request writes one, the text contains
+    the path of the file being written and the free space.
     """
     if exc.filename is not None or not isinstance(request, Get | Pack):
         return f"cannot use {exc.filename or 'a file'}: {exc.strerror}"

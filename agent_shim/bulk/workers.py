@@ -29,12 +29,12 @@ from agent_shim.host import files, process
 GRACE_S: Final = 5.0
 """How long a worker may take to remove its temporary files after it has been cancelled."""
 STAY_S: Final = 30.0
-"""How long an idle worker waits for another request before it ends."""
+"""How long an idle worker waits for another request before it exits."""
 CHUNK_BYTES: Final = 64 * 1024
 
 
 class Workers:
-    """The workers of an agent. As a context manager, it ends idle workers on exit."""
+    """The workers of an agent, used as a context manager. When the block is left, idle workers are terminated."""
 
     def __init__(self) -> None:
         self._resting: dict[int, _Worker] = {}
@@ -50,8 +50,8 @@ class Workers:
     async def work(self, request: Request, *, nice: int = 0, report: Report = ignore) -> Done:
         """Execute ``request``. Raises ``ActionError`` with the worker's error.
 
-        ``nice`` is the worker's niceness relative to the agent. ``report`` is called with each step of the request.
-        Cancellation ends the worker and its process group.
+        ``nice`` is the worker's niceness relative to the agent. ``report`` is called with each step of the request. On
+        cancellation, the worker and its process group are terminated.
         """
         try:
             worker = self._resting.pop(nice, None)
@@ -125,7 +125,7 @@ class _Worker:
         raise ActionError(f"cannot finish the work: the worker {_ending(status, errors)}")
 
     def rest(self, left: Callable[[], object]) -> None:
-        """Keep the idle worker for a while. If no request follows, call ``left`` and let the worker exit."""
+        """Keep the idle worker for ``STAY_S`` seconds. If no request follows, call ``left`` and let the worker exit."""
 
         def leave() -> None:
             left()
@@ -143,7 +143,7 @@ class _Worker:
         return is_alive
 
     async def end(self) -> None:
-        """End the worker and its process group, and wait until they have ended."""
+        """Terminate the worker and its process group, and wait until they are gone."""
         if self._leaving is not None:
             self._leaving.cancel()
         try:
