@@ -305,7 +305,7 @@ async def _config(namespace: Namespace, way: Way, mbus: str, hosted: Path) -> Do
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Document:
-    """Merge two nested mappings. Where only one or neither value is a mapping, use the value in ``above``."""
+    """Merge two nested mappings. Where the values of a key are not both mappings, use the one in ``above``."""
     both = dict(below)
     for key, value in above.items():
         before = both.get(key)
