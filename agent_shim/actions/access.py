@@ -19,7 +19,7 @@ class SshParams(msgspec.Struct, frozen=True):
 
 @action("ssh", Mode.NOW)
 async def ssh(agent: Agent, command: str, params: SshParams) -> dict[str, str]:
-    """Create a user for an operator, or remove matching users (agent/action/ssh.go)."""
+    """Create an operator's user account, or remove the accounts that match a pattern (agent/action/ssh.go)."""
     if command == "cleanup":
         await agent.users.cleanup(params.user_regex)
         await agent.sshd.settle()

@@ -1,4 +1,4 @@
-"""Services and tasks available to actions, as one frozen record."""
+"""Defines the frozen record through which actions use the services and the task queue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from agent_shim.supervisor.supervisor import Supervisor
 
 
 class EdgeCallbacks(msgspec.Struct, frozen=True):
-    """Callbacks through which actions reach ``edges``, which they cannot import."""
+    """Callbacks through which actions use ``edges``, a higher floor that they cannot import."""
 
     announce_shutdown: Callable[[], Awaitable[None]]
     """Announce an intended shutdown to the Health Monitor."""
@@ -37,7 +37,7 @@ class EdgeCallbacks(msgspec.Struct, frozen=True):
 
 
 class Agent(msgspec.Struct, frozen=True):
-    """Services of the agent."""
+    """The services that actions use."""
 
     paths: Paths
     settings: SettingsStore

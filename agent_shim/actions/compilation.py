@@ -31,13 +31,13 @@ class Compilation(msgspec.Struct, frozen=True):
     """Maximum number of concurrent downloads of dependencies."""
 
     async def compile(self, package: Package, dependencies: Sequence[Bundle], report: Callable[[str], None]) -> Done:
-        """Compile a package while ``packages`` contains only ``dependencies``, the package itself and the packages
-        ``in_use``.
+        """Compile a package. Meanwhile, ``packages`` contains only ``dependencies``, the package itself and the
+        packages ``in_use``.
 
         Everything else is removed from ``packages`` first, because a packaging script that reads ``packages/golang-*``
         would silently use whatever version it finds there. Unlike the Go agent, this keeps the packages that jobs use.
-        ``report`` receives each step. Returns the blob id and its digests. Raises ``ActionError``. Call :meth:`clean`
-        afterwards.
+        ``report`` is called with the name of each step. Returns the blob id and the digests of the result. Raises
+        ``ActionError``. Call :meth:`clean` afterwards.
         """
         target = Bundle("package", package.name, package.version)
         self._refuse_other_versions([*dependencies, target])
@@ -59,12 +59,16 @@ class Compilation(msgspec.Struct, frozen=True):
                 logger.warning("cannot clean up after compiling: %s", exc)
 
     async def _activate(self, dependencies: Sequence[Bundle] = ()) -> None:
-        """Activate the packages. If jobs use packages, ``bpm`` stays active too, because job scripts expect it."""
+        """Activate the packages in use and ``dependencies``, and no others. If jobs use any packages, ``bpm`` stays
+        active too, because job scripts expect it.
+        """
         spared = (BPM,) if self.in_use else ()
         await self.bundles.activate_packages([*self.in_use, *dependencies], spared)
 
     def _refuse_other_versions(self, wanted: Sequence[Bundle]) -> None:
-        """Raise ``ActionError`` if a name in ``packages`` already refers to another version used by jobs."""
+        """Raise ``ActionError`` if jobs use another version of a ``wanted`` package, because ``packages`` can contain
+        only one version of each.
+        """
         of_jobs = {bundle.name: self.bundles.path(bundle) for bundle in self.in_use}
         for bundle in wanted:
             if bundle.name in of_jobs and of_jobs[bundle.name] != self.bundles.path(bundle):

@@ -70,7 +70,8 @@ async def compile_package(
 async def compile_package_with_signed_url(
     agent: Agent, cancelled: asyncio.Event, request: SignedPackage
 ) -> dict[str, Any]:
-    """Compile a package with signed URLs (agent/action/compile_package_with_signed_url.go).
+    """Compile a package, using signed URLs for the source and the result
+    (agent/action/compile_package_with_signed_url.go).
 
     The reply has no blob id, because only the Director knows it.
     """
@@ -113,7 +114,8 @@ def _bundle(needed: Dependency) -> Bundle:
 async def _unless_cancelled(cancelled: asyncio.Event, work: Awaitable[T]) -> T:
     """Return the result of ``work``.
 
-    If ``cancelled`` is set, cancel the work, wait until it has ended, and raise ``ActionError``.
+    If ``cancelled`` is set before the work has finished, cancel the work, wait until it has stopped, and raise
+    ``ActionError``.
     """
     working = asyncio.ensure_future(work)
     try:

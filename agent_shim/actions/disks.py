@@ -1,4 +1,4 @@
-"""Persistent and dynamic disks, with the Go agent's messages (agent/action/*_disk.go)."""
+"""Actions for persistent and dynamic disks, with the same messages as in the Go agent (agent/action/*_disk.go)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agent_shim.core.errors import ShimError, errors_as
 
 @action("list_disk", Mode.TASK, task_from_protocol=3)
 async def list_disk(agent: Agent) -> list[str]:
-    """List the mounted disks. The Director expects the disk mounted on the store to come first (bosh-director
+    """List the mounted disks. The Director expects the disk that is mounted at ``store`` to come first (bosh-director
     disk_manager.rb).
     """
     await _refresh(agent)
@@ -20,7 +20,7 @@ async def list_disk(agent: Agent) -> list[str]:
 
 @action("mount_disk", Mode.TASK)
 async def mount_disk(agent: Agent, cid: str) -> dict[str, str]:
-    """Mount a disk on the store, or on the migration target if another disk is already mounted on the store."""
+    """Mount a disk at ``store`` or, if another disk is already mounted there, at the migration target."""
     await _refresh(agent)
     with errors_as("Reading persistent disk settings", ShimError, OSError):
         await agent.disks.find(cid)
@@ -40,8 +40,8 @@ async def unmount_disk(agent: Agent, cid: str) -> dict[str, str]:
 
 @action("migrate_disk", Mode.TASK)
 async def migrate_disk(agent: Agent, old: Any = "", new: Any = "") -> dict[str, str]:
-    """Copy the disk mounted on the store to the one mounted on the migration target, and swap them. The CLI passes no
-    cids.
+    """Copy the disk mounted at ``store`` to the disk mounted at the migration target, and then mount the latter at
+    ``store``. The CLI passes no cids.
 
     The Go agent takes no arguments here, so an argument that is not a cid is ignored.
     """
@@ -81,7 +81,9 @@ async def add_dynamic_disk(agent: Agent, cid: str, hint: Any) -> dict[str, str]:
 
 @action("remove_dynamic_disk", Mode.NOW)
 async def remove_dynamic_disk(agent: Agent, cid: str) -> dict[str, str]:
-    """Remove a disk's link. As in the Go agent, errors have the same text as those of ``add_dynamic_disk``."""
+    """Remove the link to a dynamic disk. As in the Go agent, errors have the same text as those of
+    ``add_dynamic_disk``.
+    """
     with errors_as("Setting up dynamic disk", ShimError, OSError):
         await agent.disks.remove_dynamic(cid)
     return {}

@@ -42,14 +42,16 @@ FROM_PAYLOAD: Final = "Extracting method arguments from payload"
 
 
 class Mode(Enum):
-    """When an action is answered: immediately with its result, or with the id of a task that runs it."""
+    """How an action is answered: with its result as soon as it has run, or immediately with the id of a task that runs
+    it.
+    """
 
     NOW = "now"
     TASK = "task"
 
 
 class RegisteredAction(msgspec.Struct, frozen=True):
-    """An action of the protocol with the types of its arguments."""
+    """A registered action of the protocol, with the types of its arguments."""
 
     method: str
     mode: Mode
@@ -177,7 +179,9 @@ class Dispatcher:
         return reply
 
     def resumed(self) -> dict[str, Callable[[bytes], TaskWork]]:
-        """Return the factories that resume persistent tasks after a restart by running their stored request again."""
+        """Return, for each action with persistent tasks, a function that turns a stored request into the work to run
+        again after a restart.
+        """
         return {
             method: lambda data, found=found: partial(self._run, found, wire.decode_request(data))  # type: ignore[misc]
             for method, found in ACTIONS.items()

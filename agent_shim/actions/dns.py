@@ -56,7 +56,7 @@ class ArpEntries(msgspec.Struct, frozen=True):
 
 @action("delete_arp_entries", Mode.NOW)
 async def delete_arp_entries(agent: Agent, entries: ArpEntries) -> dict[str, Any]:
-    """Delete the ARP entries of these addresses, if the container is allowed to.
+    """Delete the ARP entries of the given addresses, if the container has the required privilege.
 
     Never fails (delete_arp_entries.go).
     """

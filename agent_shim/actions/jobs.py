@@ -47,7 +47,7 @@ async def apply(agent: Agent, wanted: ApplySpec) -> str:
 
 
 async def deploy(agent: Agent, wanted: ApplySpec) -> str:
-    """Apply a spec. Packages need no digest if they are already installed, as is the case without a Director."""
+    """Apply a spec. A package that is already installed, as all are without a Director, needs no digest."""
     settings = agent.settings.current
     networks = _resolved(settings, agent.spec.current.networks, wanted.networks)
     wanted = msgspec.structs.replace(wanted, networks=networks)

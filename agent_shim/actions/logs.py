@@ -1,4 +1,4 @@
-"""Creates log archives for operators. They are uploaded for the Director, or stored locally for the CLI."""
+"""Creates log archives for operators. The archives are uploaded for the Director, or stored locally for the CLI."""
 
 from __future__ import annotations
 

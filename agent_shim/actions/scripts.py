@@ -1,4 +1,4 @@
-"""Runs job scripts: lifecycle scripts, drain, errands."""
+"""Runs job scripts: lifecycle scripts, drain scripts and errands."""
 
 from __future__ import annotations
 

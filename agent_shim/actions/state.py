@@ -1,4 +1,4 @@
-"""Identity and state of the agent, and its tasks."""
+"""Actions that report the agent's identity, state and tasks, that update its settings, or that shut it down."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agent_shim.host import files
 
 @action("ping", Mode.NOW)
 async def ping(agent: Agent) -> str:  # noqa: ARG001
-    """Answer that the agent is reachable (agent/action/ping.go)."""
+    """Confirm that the agent is reachable (agent/action/ping.go)."""
     return "pong"
 
 
@@ -40,14 +40,15 @@ async def get_task(agent: Agent, task_id: str) -> Any:
 
 @action("cancel_task", Mode.NOW)
 async def cancel_task(agent: Agent, task_id: str) -> str:
-    """Cancel a drain or an errand. The outcome appears in the task (agent/action/cancel_task.go)."""
+    """Cancel a running or queued task. ``get_task`` then reports the outcome (agent/action/cancel_task.go)."""
     agent.tasks.cancel(task_id)
     return "canceled"
 
 
 @action("get_state", Mode.NOW)
 async def get_state(agent: Agent, detail: str = "") -> dict[str, Any]:
-    """Return the stored spec with the live state. ``full`` adds vitals (agent/action/get_state.go).
+    """Return the stored spec together with the current state. If ``detail`` is ``full``, the vitals are included too
+    (agent/action/get_state.go).
 
     ``networks`` are those stored by the last ``apply``. They are never resolved again, because the Director recreates
     an instance that reports different networks (bosh-director deployment_plan/instance_plan.rb).
@@ -65,7 +66,7 @@ async def get_state(agent: Agent, detail: str = "") -> dict[str, Any]:
 
 
 def _process_entry(process: Any) -> dict[str, Any]:
-    """Return the entry of a process. Zeros are omitted where Go omits them
+    """Return a process in the form that ``get_state`` reports. Zeros are omitted where Go omits them
     (jobsupervisor/job_supervisor_interface.go).
     """
     uptime = {"secs": process.uptime_secs} if process.uptime_secs > 0 else {}

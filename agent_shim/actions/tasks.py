@@ -1,4 +1,4 @@
-"""Tasks are long actions with an id. They wait in a queue, run one at a time, and leave an outcome.
+"""Queues long actions as tasks and runs them one at a time. Each task has an id, under which its outcome is stored.
 
 Ids, states and texts are those of the Go agent (agent/task, agent/action/get_task.go, cancel_task.go). There are four
 differences: the queue never blocks the bus; the number, size and age of stored results are limited; the reply to
@@ -27,8 +27,8 @@ from agent_shim.host import files
 logger = logging.getLogger(__name__)
 
 POLL_HOLD_S: Final = 3.0
-"""Seconds for which the reply to a poll of a running task is delayed. The Director polls immediately, then once a
-second.
+"""Maximum number of seconds for which the reply to a poll is delayed while the task is running. The Director polls
+immediately, then once a second.
 """
 
 MAX_HELD: Final = 100
@@ -180,7 +180,9 @@ class Tasks:
             raise TaskNotFoundError(f"Task with id {task_id} could not be found") from None
 
     def cancel(self, task_id: str) -> None:
-        """Cancel a task. A queued task ends immediately. Nothing happens to a finished task."""
+        """Cancel a task. A queued task fails immediately, and a finished task is not changed. Raises ``ActionError`` if
+        tasks of this kind cannot be cancelled.
+        """
         task = self.find(task_id)
         if task.state != "running":
             return
@@ -196,7 +198,9 @@ class Tasks:
             self.running.progress = progress
 
     async def run(self, failure: Callable[[str, BaseException], str]) -> None:
-        """Run tasks one at a time in order of arrival, endlessly. ``failure`` formats an exception."""
+        """Run tasks one at a time, in order of arrival, until cancelled. ``failure`` returns the error text for an
+        exception.
+        """
         try:
             while True:
                 await self._run_next(failure)
