@@ -1,4 +1,4 @@
-"""Runs in the agent and answers the requests of the ``bpm`` command. Error texts are those of bpm
+"""Answers the requests that the ``bpm`` command sends to the agent. Error texts are those of bpm
 (``src/bpm/commands``).
 """
 
@@ -68,7 +68,7 @@ async def _do(runner: Bpm, verb: str, job: str, name: str, request: Mapping[str,
 
 
 def _tree(pid: int) -> list[int]:
-    """Return the pids of a process and its descendants, the process first."""
+    """Return the pids of a process and all its descendants, starting with its own."""
     return [pid, *sorted(proc.descent(proc.children(proc.table()), [pid]) - {pid})]
 
 
@@ -97,7 +97,7 @@ def _texts(request: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _volume(text: str) -> config.Volume:
-    """Parse ``PATH[:OPTION,…]``. Raises ``ConfigError``."""
+    """Parse a volume that is given as ``PATH[:OPTION,…]``. Raises ``ConfigError``."""
     from agent_shim.supervisor.bpm import config
 
     path, colon, options = text.partition(":")

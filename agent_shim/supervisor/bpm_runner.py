@@ -81,7 +81,9 @@ class MemoryKill(msgspec.Struct, frozen=True):
 
 
 class BpmProcess:
-    """A bpm.yml process, running or not: its files, its cgroups, and the agent's state for it."""
+    """A process defined in bpm.yml, whether it is running or not, with its files, its cgroups and the agent's state for
+    it.
+    """
 
     def __init__(self, paths: Paths, job: str, name: str) -> None:
         self.job = job
@@ -95,9 +97,11 @@ class BpmProcess:
         self.errand: process.Process | None = None
         """The process that ``run`` waits for."""
         self.oom_kills = 0
-        """Number of OOM kills in the cgroup that were already reported."""
+        """Number of OOM kills in the cgroup that have already been reported."""
         self.is_victim = False
-        """True if the process was killed for its memory use, and its exit has not been attributed to that yet."""
+        """True if the process was killed because of its memory use, and its exit has not been attributed to that kill
+        yet.
+        """
         self.limit = 0, -1
         """The memory limit in bytes (0 for none), and the modification time of the file that sets it (-1 before it is
         read).
@@ -123,9 +127,10 @@ class Bpm:
         self._trying = asyncio.Lock()
         self._counting = threading.Lock()
         self._hogs: list[MemoryKill] = []
-        """OOM kills that were found at an exit or when a cgroup was removed, and that were not reported yet."""
+        """OOM kills that were found when a process exited or a cgroup was removed, and that have not been reported yet.
+        """
         self._unknown_keys: dict[Path, list[str]] = {}
-        """The unknown keys that were already logged, by file."""
+        """The unknown keys that have already been logged, by file."""
 
     def _entry(self, job: str, name: str) -> BpmProcess:
         # Add the entry in one atomic step, because threads look up entries too.
@@ -181,7 +186,7 @@ class Bpm:
         return found.identity if -0.1 < age < MAX_PIDFILE_DELAY_S else None
 
     def rows(self) -> tuple[list[BpmListRow], list[str]]:
-        """Return all processes of all jobs as ``bpm list`` does, and the errors of invalid bpm.yml files."""
+        """Return one row for every process of every job, as in ``bpm list``, and the errors in invalid bpm.yml files."""
         rows, complaints = [], []
         for directory in sorted(self._paths.jobs.glob("*")):
             if not (directory / "config/bpm.yml").exists():
@@ -209,7 +214,9 @@ class Bpm:
     # --- start and stop -----------------------------------------------------------------------------------------------
 
     async def start(self, call: BpmCall) -> process.Process:
-        """Start the process unless it is running. Return once it runs. Raises ``HostError`` or ``ConfigError``."""
+        """Start the process unless it is already running, and return it once it runs. Raises ``HostError`` or
+        ``ConfigError``.
+        """
         async with self._exclusively(call, "start"):
             found = await asyncio.to_thread(self.find, call.job, call.process)
             if found and (running := self._programs.keepers.adopt(found)):
@@ -218,8 +225,8 @@ class Bpm:
             return await self._launch(self._entry(call.job, call.process), wanted)
 
     async def stop(self, call: BpmCall, by: float = float("inf")) -> None:
-        """Send the shutdown signal, then QUIT, then KILL no later than the monotonic time ``by``. Terminate the
-        remaining processes of the tree and remove the pidfile.
+        """Stop the process: send the shutdown signal, then QUIT, then KILL no later than the monotonic time ``by``.
+        Also terminate what is left of its process tree, and remove the pidfile.
         """
         async with self._exclusively(call, "stop"):
             signal_name = "TERM"
@@ -265,8 +272,8 @@ class Bpm:
 
     @contextlib.asynccontextmanager
     async def _exclusively(self, call: BpmCall, verb: str) -> AsyncIterator[None]:
-        """During the block, exclude other operations on the process. Write the start, the end and any failure of the
-        block to bpm's log.
+        """Exclude other operations on the process during the block. Write a line to bpm's log when the block starts,
+        fails and ends.
         """
         async with self._entry(call.job, call.process).turn:
             await asyncio.to_thread(self._note, call, f"{verb}.starting")
@@ -408,9 +415,11 @@ class Bpm:
         }
 
     def _binds(self, job: str, wanted: bpm.ProcessConfig, *, is_apart: bool) -> list[sandbox_exec.BindMount]:
-        """Return a bind mount for each path that the process may access. ``is_apart`` means that it gets its own root
-        file system. If a path occurs several times, the first entry counts, so a volume cannot extend the access to a
-        path that bpm restricts.
+        """Return a bind mount for each path that the process may access. ``is_apart`` is True if the process gets its
+        own root file system.
+
+        If a path occurs several times, the first entry counts. A volume can therefore not extend the access to a path
+        that bpm restricts.
         """
         from agent_shim.host import sandbox
 
@@ -447,8 +456,8 @@ class Bpm:
         return list({each["path"]: each for each in reversed(found)}.values())
 
     def _packages_elsewhere(self) -> list[str]:
-        """Return the directories of packages that are not below our package directories. Without a Director, for
-        example, a deployment creates only links to its packages, which may be anywhere.
+        """Return the package directories that are outside of the agent's own. A deployment without a Director, for
+        example, only creates links to its packages, and the links may point anywhere.
         """
         ends = {os.path.realpath(each) for each in self._paths.packages.glob("*")}
         own = [os.path.realpath(each) for each in (self._paths.packages, self._paths.data_packages)]
@@ -476,7 +485,7 @@ class Bpm:
         return MemoryKill(entry.job, entry.name, peak, self._memory_limit(entry))
 
     def _make_directories(self, entry: BpmProcess, wanted: bpm.ProcessConfig) -> None:
-        """Create directories and log files with bpm's modes. Raises ``HostError``."""
+        """Create the directories and log files of the process with the same modes as bpm. Raises ``HostError``."""
         paths, job = self._paths, entry.job
         own, theirs = ("root:root", f"{self._user}:{self._user}") if self._user else (None, None)
         files.make_own_dir(entry.pidfile.parent.parent, 0o755, own)  # all users may write to the directory above it
@@ -499,8 +508,8 @@ class Bpm:
                 os.close(guarded.open_log(log, 0o600, owner=files.owner_ids(theirs)))
 
     def _complain(self, entry: BpmProcess, wanted: bpm.ProcessConfig, isolation: sandbox.Isolation) -> None:
-        """Log a warning about requests in bpm.yml that this container cannot meet or, in strict mode, raise
-        ``HostError``.
+        """Log a warning if bpm.yml requests something that this container does not support. In strict mode, raise
+        ``HostError`` instead.
         """
         held = capabilities.privileges().effective if os.geteuid() == 0 else frozenset[str]()
         lacking = [f"capability {each}" for each in wanted.capabilities if each.upper() not in held]
@@ -545,9 +554,9 @@ class Bpm:
         await self._has_started.wait()
 
     def kill_hogs(self) -> list[MemoryKill]:
-        """Kill the process trees that exceed their memory limit, and return the kills. Blocks for some milliseconds.
+        """Kill the process trees that exceed their memory limit, and return the kills. Blocks for a few milliseconds.
 
-        If the kernel enforces the limit, it has already killed one process of the tree, and the rest is killed here.
+        If the kernel enforces the limit, it has already killed one process of the tree, and this method kills the rest.
         """
         hogs, self._hogs = self._hogs, []
         limited = []
@@ -607,9 +616,9 @@ class Bpm:
 
 
 async def _end(running: process.Process, first: signal.Signals, by: float) -> bool:
-    """Stop a process with bpm's sequence of signals. They are sent to the init above the program, which forwards them
-    to the program alone. KILL is sent no later than the monotonic time ``by``. Return True if the process had to be
-    killed.
+    """Stop a process by sending bpm's sequence of signals to the init process above it, which forwards them to the
+    program but not to its descendants. KILL is sent no later than the monotonic time ``by``. Return True if the process
+    had to be killed.
     """
     steps = (first, SIGNAL_TIMEOUT_S), (signal.SIGQUIT, QUIT_TIMEOUT_S), (signal.SIGKILL, process.KILL_TIMEOUT_S)
     try:
@@ -639,7 +648,7 @@ def _matching(volumes: Sequence[bpm.Volume]) -> list[bpm.Volume]:
 
 
 def _make_kept(path: Path, mode: int, owner: str | None) -> None:
-    """Create a directory. If it exists, its mode is not changed."""
+    """Create a directory with ``mode``. If the directory already exists, keep its mode."""
     files.make_dir(path, path.stat().st_mode & 0o7777 if path.is_dir() else mode, owner)
 
 

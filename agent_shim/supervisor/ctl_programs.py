@@ -28,19 +28,19 @@ logger = logging.getLogger(__name__)
 MAX_DESCRIPTION_CHARS: Final = 236
 """Maximum length of an event description in a program's environment, as in monit."""
 MAX_CONCURRENT_SPAWNS: Final = 3
-"""Maximum number of programs that are being started at the same time. Each start takes a thread, CPU time and
+"""Maximum number of programs that are being started at the same time, because each start takes a thread, CPU time and
 iterations of the event loop.
 """
 MAX_OUTPUT_BYTES: Final = 256 * 1024
 """Size above which a service's output file is truncated by ``trim``."""
 MAX_LAST_BYTES: Final = 400
-"""Maximum length of the last output line in the report of a failure."""
+"""Maximum length of the line that is quoted from a program's output when it fails."""
 MAX_TAIL_BYTES: Final = 4096
 """How many bytes at the end of the output are searched for the last line."""
 _TRACE: Final = re.compile(r"\++ ")
 """Prefix of commands traced by ``set -x``."""
 _LIMIT_REFUSED: Final = re.compile(r".*\bulimit: .*(cannot modify limit|error setting limit).*")
-"""Matches the message of bash and dash about a limit that exceeds the container's limit."""
+"""Matches the message that bash and dash print if a script requests a limit above the container's."""
 
 
 class Programs:
@@ -115,19 +115,19 @@ class Programs:
         stderr: int | Path | None = None,
         nice: int = 0,
     ) -> Process:
-        """Run a script of a job. Processes that the script leaves running belong to the job. The streams are given as
-        for ``Keepers.run``.
+        """Run a script of a job. Any processes that it leaves running belong to the job. ``stdout`` and ``stderr`` are
+        passed to ``Keepers.run``.
         """
         script = keeper.Program(argv, env, cwd=str(self.directory()), nice=nice)
         return await self.keepers.run(script_label(job), script, stdout, stderr)
 
     async def end_left_by_scripts(self, grace: float, spared: Collection[Identity]) -> list[Left]:
-        """End the processes that job scripts have left running and that no service has taken over. Return the
+        """Terminate the processes that job scripts have left running and that no service has taken over. Return the
         survivors.
 
         This is necessary because a failed pre-start may leave a process that occupies a port needed by the next
-        attempt. ``spared`` are the processes of services that keep running. If one of them was started by a script of a
-        job, all processes of that job's scripts are left alone.
+        attempt. ``spared`` are the processes of services that keep running. If a job's script started one of them, all
+        processes started by that job's scripts are left alone.
         """
         in_use = set(map(self.keepers.owner, spared))
         labels = [label for label in self.keepers.of_scripts() if label not in in_use]

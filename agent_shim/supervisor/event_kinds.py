@@ -10,7 +10,9 @@ from agent_shim.supervisor.monit import ast as values
 
 
 class EventKind(msgspec.Struct, frozen=True):
-    """An event kind. ``bit`` is its ``status`` bit in the XML, and the texts are its names in alerts."""
+    """An event kind. ``bit`` is its bit in the ``status`` of monit's XML. ``failed``, ``succeeded`` and ``changed`` are
+    its names in alerts.
+    """
 
     bit: int
     failed: str
@@ -50,8 +52,8 @@ reported.
 """
 
 HINTS: Final = {kind.changed: kind.bit for kind in ORDER if kind.changed}
-"""The status bits of those event kinds that report a change, by monit's name for the change. In monit's XML, these bits
-are set in ``status_hint`` as well as in ``status``.
+"""Maps monit's name for a change to the status bit of its event kind. In monit's XML, these bits are set in
+``status_hint`` as well as in ``status``.
 """
 BITS: Final = {kind.failed: kind.bit for kind in ORDER} | HINTS
 

@@ -11,7 +11,8 @@ from agent_shim.supervisor.rule_counter import percent
 
 
 def usage(path: Path) -> dict[str, float]:
-    """Return the used bytes and inodes, as numbers and in percent, and the mount flags (``ST_RDONLY`` …) as ``flags``.
+    """Return the used space (``space``, in bytes) and the used inodes (``inode``), each also in percent, and the mount
+    flags (``flags``, such as ``ST_RDONLY``).
 
     Raises ``OSError`` if the path cannot be read.
     """

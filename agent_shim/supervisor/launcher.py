@@ -28,8 +28,8 @@ class Launcher(Protocol):
     """
 
     async def start(self, spec: ProcessSpec, pid: int) -> Process:
-        """Start the process. Return the process itself or, if only a start program is known, that program. ``pid`` is
-        the pid of the previous process, or 0.
+        """Start the process. Return the process or, if only its start program is known yet, the start program. ``pid``
+        is the pid of the previous process, or 0.
 
         Raises ``HostError`` or ``ConfigError``, or ``LateError`` if the process may still appear.
         """

@@ -1,4 +1,4 @@
-"""Serves the ``monit`` command, and requests from ``agent-shim`` about services."""
+"""Answers requests about services from the ``monit`` command and from ``agent-shim``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def answer(supervisor: Supervisor, request: Mapping[str, Any], *, obstacle
 
 
 def describe(service: ServiceInfo) -> dict[str, Any]:
-    """Convert a service to a flat mapping. Its ``state`` is the one that is reported to the Director; its ``phase`` is
+    """Convert a service to a flat mapping. ``state`` is the state that is reported to the Director, and ``phase`` is
     the agent's own, more detailed state.
     """
     members: dict[str, Any] = msgspec.to_builtins(service)

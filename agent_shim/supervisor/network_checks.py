@@ -41,7 +41,7 @@ HTTP_PORT: Final = 80
 ECHO_REQUEST, ECHO_REPLY = 8, 0
 """ICMP message types (RFC 792)."""
 FINAL_STATUS: Final = 200
-"""The lowest final status code. Lower codes are those of interim responses."""
+"""The lowest status code of a final response. Interim responses, such as 100 Continue, have lower codes."""
 BAD_STATUS: Final = 400
 
 
@@ -104,7 +104,9 @@ class _Conversation:
 
 @contextlib.asynccontextmanager
 async def _opened(connection: Connection) -> AsyncIterator[_Conversation]:
-    """Connect. Raises ``OSError`` on failure."""
+    """Connect to the first address that accepts the connection, and close the socket when the block ends. Raises
+    ``OSError`` if there is none.
+    """
     kind = socket.SOCK_DGRAM if connection.is_udp else socket.SOCK_STREAM
     timeout = connection.timeout or NET_TIMEOUT
     if connection.unixsocket:
@@ -165,7 +167,9 @@ async def _addresses(
 
 
 async def _require_not_refused(line: _Conversation) -> None:
-    """Send a byte, and wait a while for the kernel to report that nobody listens."""
+    """Send one byte in a UDP packet, and wait up to ``REFUSAL_S`` seconds for an answer. Raises ``OSError`` if the
+    kernel reports that nobody is listening.
+    """
     await line.send(b"\0")
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(REFUSAL_S):
@@ -192,8 +196,8 @@ def wire_text(text: str) -> bytes:
 
 
 class PageReader:
-    """Receives the parser's events for an HTTP response. The whole page is needed only if ``wanted`` has a pattern or a
-    checksum for it.
+    """Collects an HTTP response from the events of a parser. The whole page has to be read only if ``wanted`` has a
+    pattern or a checksum for it.
     """
 
     def __init__(self, wanted: Protocol) -> None:
@@ -247,8 +251,8 @@ class PageReader:
 
 
 async def _http(line: _Conversation, connection: Connection) -> None:
-    """Send one GET request. Redirects are not followed. Any status from 400 on is a failure, even if it reports a
-    missing permission.
+    """Send one GET request and check the response. Redirects are not followed. Any status of 400 or above is a failure,
+    even 401 and 403.
     """
     protocol, path = connection.protocol, requested(connection.protocol)
     shown = path.partition("?")[0]  # the query may be secret
@@ -316,8 +320,8 @@ async def echo(host: str, test: Echo) -> str | None:
 
 
 def _echoing() -> socket.socket | None:
-    """Open a socket for echo requests, which is a raw socket only if the kernel offers no other kind. Return None if
-    the agent lacks the privilege.
+    """Open a socket for echo requests. A raw socket is used only if this user may not open an unprivileged ICMP socket.
+    Return None if neither kind is allowed.
     """
     for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW):
         with contextlib.suppress(PermissionError):
@@ -326,7 +330,7 @@ def _echoing() -> socket.socket | None:
 
 
 async def _answered(sock: socket.socket, address: Address, number: int) -> None:
-    """Send a request and wait for its answer. Other messages are ignored."""
+    """Send one echo request and wait for the matching reply. Other messages are ignored."""
     loop, mark = asyncio.get_running_loop(), os.urandom(16)
     ident = os.getpid() & 0xFFFF
     head = struct.pack("!BBHHH", ECHO_REQUEST, 0, 0, ident, number)

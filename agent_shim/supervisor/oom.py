@@ -10,12 +10,12 @@ from typing import Final
 from agent_shim.host import cgroups, host_stats
 
 CLAIM_TIMEOUT_S: Final = 20.0
-"""How long after a kill an exit can be attributed to it."""
+"""How long after an OOM kill the exit of a process can still be attributed to it."""
 
 
 class Kills:
-    """Counts OOM kills, each of which explains one exit. ``read`` returns the total number, or None if it is
-    unavailable.
+    """Counts OOM kills, each of which explains the exit of one process. ``read`` returns the total number of OOM kills
+    so far, or None if it is unavailable.
     """
 
     def __init__(self, read: Callable[[], int | None] | None = None) -> None:

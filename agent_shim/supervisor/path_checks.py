@@ -37,7 +37,7 @@ MAX_HITS: Final = 20
 """Maximum number of matching lines per cycle, because each may run a program. Further lines wait for the next cycle."""
 
 Numbered: TypeAlias = tuple[int, CheckResult]
-"""The number of a rule, and its finding."""
+"""The number of a rule, and the result of checking it."""
 Opener: TypeAlias = Callable[[], int]
 """A function that opens the file for reading, or raises ``OSError``."""
 
@@ -135,8 +135,8 @@ class PathWatch:
                 yield number, CheckResult(before != now, f"{test.what} {has} for {self._path}")
 
     def _wanted(self, number: int, test: Unlike, opened: Opener, status: os.stat_result) -> tuple[object, object]:
-        """Return the value that the test expects, and the actual value. Without an expected checksum, it is the first
-        one seen for the rule ``number``.
+        """Return the value that the test expects, and the actual value. If the test does not give the expected
+        checksum, the first checksum seen for rule ``number`` is expected.
         """
         match test.what:
             case "permission":

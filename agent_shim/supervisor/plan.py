@@ -77,8 +77,8 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels that keepers above the service's processes have: the service's name and, if bpm writes its
-        pidfile, the label of the bpm process.
+        """The labels of the service's keepers: its name and, if bpm writes the service's pidfile, the label of the bpm
+        process.
         """
         parts = (self.pidfile or "").split("/")
         if parts[-4:-2] == ["run", "bpm"]:
@@ -123,8 +123,8 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 def plan(
     files: Sequence[JobFile], *, has_bpm: bool = True, acted_on: frozenset[str] = frozenset()
 ) -> tuple[ProcessSpec, ...]:
-    """Return the specs of all services, in the order of the files. Without ``has_bpm``, bpm is run like any other
-    program.
+    """Return the specs of all services, in the order of the files. If ``has_bpm`` is set, the agent itself runs the
+    processes that monit files start with bpm; otherwise, bpm is run like any other program.
 
     ``acted_on`` are the first words of statements outside of checks that the caller acts on, such as ``set daemon``.
 

@@ -66,7 +66,7 @@ class Pattern:
 
 @functools.lru_cache(maxsize=256)
 def compiled(pattern: str) -> Pattern:
-    """Return a compiled pattern, which is cached. Raises ``ValueError`` with the reason."""
+    """Compile a pattern, or return it from the cache. Raises ``ValueError`` with the reason."""
     return Pattern(pattern)
 
 

@@ -69,7 +69,9 @@ class ResponseInfo(msgspec.Struct, frozen=True):
 
 
 class ServiceInfo(msgspec.Struct, frozen=True):
-    """A service as shown to operators. ``state`` is the agent's state, and ``process.state`` the Director's."""
+    """A service as shown to operators. ``state`` is the agent's own state, and ``process.state`` is the one reported to
+    the Director.
+    """
 
     process: ProcessInfo
     job: str
@@ -107,7 +109,9 @@ class ServiceInfo(msgspec.Struct, frozen=True):
 
 
 class _Sample(NamedTuple):
-    """The CPU time of a process tree and of its root alone at a moment, and the shares that were reported then."""
+    """The CPU time of a process tree, and of its root alone, when it was sampled, and the percentages that were
+    reported then.
+    """
 
     identity: Identity
     taken_at: float
@@ -128,11 +132,11 @@ _NO_LOOK: Final = _Look({}, {})
 
 
 class _ProcessReader:
-    """Reads all processes of the machine. Few processes are read on the event loop, and many in a thread that takes at
-    most ``PASS_SHARE`` of a processor.
+    """Reads all processes of the machine. Up to ``MAX_INLINE_PROCESSES`` are read on the event loop. More are read in a
+    thread, which takes at most ``PASS_SHARE`` of a processor.
 
-    Between passes, the last result is combined with the current main processes of services, so that no caller has to
-    wait. The figures of descendants are then older.
+    Between passes, the result of the last pass is combined with the current main processes of services, so that no
+    caller has to wait. The figures of descendants are then as old as that pass.
     """
 
     def __init__(self) -> None:
@@ -169,8 +173,8 @@ class _ProcessReader:
 
 
 class ProcessStats:
-    """Collects figures from ``/proc`` for each query. ``memory_total`` returns the number of bytes to which percentages
-    refer.
+    """Collects figures from ``/proc`` for each query. ``memory_total`` returns the number of bytes that counts as 100
+    percent.
     """
 
     def __init__(self) -> None:
@@ -179,9 +183,7 @@ class ProcessStats:
         self._processes = _ProcessReader()
 
     def describe(self, services: Iterable[Service]) -> list[ServiceInfo]:
-        """Describe services. As in monit, a service that is unmonitored or has no process has no figures. They are
-        given as 0.
-        """
+        """Describe services. As in monit, all figures of a service that is unmonitored or has no process are 0."""
         services = list(services)
         try:
             leaders = [each.process.pid for each in services if each.process is not None]
@@ -240,8 +242,8 @@ class ProcessStats:
     def _cpu_shares(
         self, name: str, identity: Identity, ticks: int, own_ticks: int, uptime: int
     ) -> tuple[float, float]:
-        """Return the percentages of all processors that a tree, and its root alone, used since the last sample, or
-        since the start if there is no sample.
+        """Return the share of all processors, in percent, that a process tree has used since the last sample, and the
+        share of its root process alone. If there is no sample yet, the shares are averaged since the start.
         """
         now = time.monotonic()
         last = self._samples.get(name)

@@ -15,7 +15,7 @@ HISTORY_MASK: Final = (1 << MAX_HISTORY) - 1
 
 
 class CheckResult(NamedTuple):
-    """The result of one test. ``text`` describes it, whether good or bad."""
+    """The result of one test. ``text`` describes it, whether the test has failed or passed."""
 
     fails: bool
     text: str
@@ -36,8 +36,8 @@ class RuleTransition(enum.Enum):
 class RuleCounter:
     """The history of one rule, up to 64 checks.
 
-    The rule fails once ``count`` of the last ``cycles`` checks have failed, and recovers once enough checks have
-    passed, according to the rate of the recovery.
+    The rule fails once ``count`` of the last ``cycles`` checks have failed. It recovers once enough checks have passed;
+    how many is determined in the same way by the recovery rate.
     """
 
     def __init__(self, rule: Rule) -> None:

@@ -1,4 +1,4 @@
-"""Evaluates the rules of services every ten seconds: checks, counts and acts.
+"""Evaluates the rules of services: tests them every ten seconds, counts the results and carries out the actions.
 
 As in monit, the cycles of a process are counted from its start, and the cycles of other checks begin immediately. A new
 process is ``running`` once its ports answer. During its first cycle, the ports are therefore tested in each part of the
@@ -40,7 +40,7 @@ LOOK_TIMEOUT_S: Final = 60.0
 and no other thread is started for that path.
 """
 ANSWERS: Final = "answers"
-"""Key of the port tests that precede the first cycle."""
+"""Key under which the port tests before the first cycle are run."""
 REMEMBERED: Final = MONITORED | {State.BOUNCING}
 """States in which the counts and last values of a check are kept."""
 
@@ -59,13 +59,13 @@ class _CycleProcesses:
         """CPU seconds that reading all processes took."""
 
     def tree(self, root: int) -> list[proc.Stat]:
-        """Return a process and its descendants, the process first."""
+        """Return a process and all its descendants, starting with the process itself."""
         below = proc.descent(self._below, [root]) - {root}
         return [self.processes[root], *(self.processes[pid] for pid in below)]
 
 
 class _ServiceChecks:
-    """The state of a service's tests, for one process and one set of rules."""
+    """The state of a service's tests. It is valid for one process and one set of rules."""
 
     def __init__(self, service: Service, period: float) -> None:
         """Begin to count cycles. For a process, the first cycle begins one period after its start, because monit sleeps
@@ -138,18 +138,18 @@ class RuleEngine:
     """Evaluates the rules of all services. ``run`` is the endless task."""
 
     def __init__(self, services: Callable[[], Iterable[Service]], memory_total: Callable[[], int], period: float):
-        """Store the parameters. ``memory_total`` returns the number of bytes to which percentages refer. ``period`` is
-        the length of a cycle in seconds.
+        """Create the engine. ``memory_total`` returns the number of bytes that counts as 100 percent of memory.
+        ``period`` is the length of a cycle in seconds.
         """
         self._services = services
         self._memory_total = memory_total
         self._period = period
         self._watches: dict[str, _ServiceChecks] = {}
         self.plan_changed = asyncio.Event()
-        """Set when services change, to wake the engine, because there may be rules now."""
+        """Set whenever the services change. This wakes the engine, which sleeps while there are no rules."""
 
     async def run(self) -> NoReturn:
-        """Check due services ``STEPS`` times per cycle. Without rules, sleep."""
+        """Start the tests that are due, ``STEPS`` times per cycle. Sleep while there are no rules. Never returns."""
         due, cost = time.monotonic(), 0.0
         async with asyncio.TaskGroup() as checks:
             while True:
@@ -204,7 +204,7 @@ class RuleEngine:
 
 
 async def _check(service: Service, watch: _ServiceChecks, key: object, look: Look) -> None:
-    """Run one test of a service, count its findings and act on them."""
+    """Run one test of a service, count its results, and carry out the actions of rules that fail or recover."""
     watch.busy.add(key)
     try:
         findings = await look()
@@ -232,7 +232,9 @@ async def _check(service: Service, watch: _ServiceChecks, key: object, look: Loo
 
 
 async def _await_answers(service: Service, watch: _ServiceChecks) -> None:
-    """Test the ports of a new process. The results do not count for any rule."""
+    """Test the ports of a new process. If all answer, the process counts as running. The results are not counted for
+    any rule.
+    """
     watch.busy.add(ANSWERS)
     try:
         tests = [rule.test for rule in watch.spec.rules if isinstance(rule.test, Connection)]

@@ -101,7 +101,7 @@ class StopRequest(NamedTuple):
     by: float = float("inf")
     """Monotonic time at which remaining processes get KILL."""
     recorded: asyncio.Event | None = None
-    """Set once the stop is saved, or once it is clear that saving it is impossible. Processes are terminated only after
+    """Set once the stop is saved, or once it is clear that it cannot be saved. Processes are terminated only after
     that. If the agent terminated them and were then killed before the stop is saved, the next agent would assume that
     they had crashed, and restart them.
     """
@@ -214,8 +214,8 @@ class Service:
     def process(self) -> Process | None:
         """The watched process. In states in which it is not watched, it may already have exited.
 
-        None if the pidfile contains pid 1, as that of a job without a process may do. PID 1 itself must be neither
-        measured nor stopped.
+        The value is None if the pidfile contains pid 1, which a job without a process may write, because PID 1 itself
+        must be neither measured nor stopped.
         """
         return self._finder.process if self._finder.pid != 1 else None
 
@@ -241,8 +241,8 @@ class Service:
 
     @property
     def reported(self) -> str:
-        """The state of the process as reported to the Director. It takes into account an exit that was not handled
-        yet.
+        """The state of the process as reported to the Director. An exit that has not been handled yet is taken into
+        account.
         """
         process = self._finder.process
         fails_a_check = bool(self.complaints) or self._awaits_successor or (process is not None and process.is_over)
@@ -282,7 +282,7 @@ class Service:
     def start(self, *, is_leading: bool = False) -> None:
         """Start the service. If a stop is in progress, start it afterwards.
 
-        With ``is_leading``, the dependants are restarted too if the service is not running, as in monit.
+        If ``is_leading`` is set and the service is not running, its dependants are restarted too, as in monit.
         """
         self._is_leading = is_leading
         self.record.was_taken_along = False
@@ -484,8 +484,8 @@ class Service:
                 await self._apply(limit)
 
     def _why_unreadable(self) -> str:
-        """Return the reason if the pidfile exists but cannot be read, for example because it is a link that a job may
-        have created.
+        """Return why the pidfile exists but cannot be read, or "". For example, it may be a link that a job has
+        created.
         """
         if self.spec.pidfile is None:
             return ""
@@ -574,9 +574,7 @@ class Service:
             await self._report_change()
 
     async def _follows(self) -> bool:
-        """Watch the process that the pidfile names now instead of the previous process. Return True if it belongs to
-        the service.
-        """
+        """Switch to the process that the pidfile names now if it belongs to the service. Return True if it does."""
         self._is_following = True
         try:
             return await self._finder.follow(self.spec, self.record.processes)
@@ -593,9 +591,10 @@ class Service:
         for a replacement only in its next cycle.
 
         Some start programs write their own pid and then become a daemon (``echo $$``, ``exec nginx``). They exit with 0
-        before the daemon has written its pid, so the daemon gets until the end of the first cycle to write it. Other
-        start programs start a daemon, configure it, stop it, and start the final daemon. A start program that is still
-        running therefore gets one cycle to start the next process.
+        before the daemon has written its pid. As long as processes of the service remain, the daemon therefore gets
+        until the end of the first cycle to write it. Other start programs start a daemon, configure it, stop it, and
+        start the final daemon. A start program that is still running therefore gets one cycle to start the next
+        process.
         """
         is_daemon = how == Code(0) and not self._starter.writes_pidfile
         is_left = bool(self._keepers.of(self.spec.labels))
@@ -618,7 +617,7 @@ class Service:
         return True
 
     async def _lost(self, how: Ending) -> None:
-        """Record an unexpected exit. Restart the process immediately or, if a delay is due, after that delay."""
+        """Record an unexpected exit, and restart the process at once or after the delay that is due."""
         record = self.record
         is_exit = not isinstance(how, NoPid)
         reason = await self._with_last_words(f"the process exited unexpectedly: {how}") if is_exit else str(how)
@@ -769,7 +768,7 @@ class Service:
         return [*processes.others, *known]
 
     def lose_keeper(self, orphans: Sequence[Left]) -> None:
-        """Record that a keeper was killed, and which processes may have been below it."""
+        """Record that a keeper of this service was killed. ``orphans`` are the processes that may have been below it."""
         self._complain_of_lost_keepers(orphans)
         self.notify("Execution failed", "alert", self._loss(orphans))
 

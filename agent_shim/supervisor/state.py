@@ -15,7 +15,7 @@ class State(enum.Enum):
     """State of a service. Values are part of the saved state."""
 
     STOPPED = "stopped"
-    """No process runs or should run."""
+    """No process is running, and none should be."""
     STARTING = "starting"
     """A start is in progress, and it is not yet known whether the service runs."""
     RUNNING = "running"
@@ -216,8 +216,8 @@ _REPORTED: Final = {
 
 
 def reported(state: State, *, fails_a_check: bool = False) -> str:
-    """Return the Director's process state (jobsupervisor/monit/status.go): starting, running, failing or unknown. A
-    running process is ``failing`` if it ``fails_a_check``.
+    """Return the process state as reported to the Director (jobsupervisor/monit/status.go): starting, running, failing
+    or unknown. A running process is ``failing`` if ``fails_a_check`` is set.
     """
     if state is State.RUNNING and fails_a_check:
         return "failing"

@@ -1,7 +1,7 @@
 """Supervises all services of this instance. Handles requests from the Director and operators, and reports to them.
 
-Each change is saved, so that the next agent can continue from there even if this agent is killed. ``service`` handles
-restarts.
+Each change is saved, so that the next agent can continue from there even if this agent is killed. The module
+``service`` restarts failed processes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 SCHEMA: Final = 1
 """Version of the saved state. A state with another version is ignored."""
 SAVE_DELAY_S: Final = 0.02
-"""How long changes are collected before they are written together."""
+"""How long to wait for further changes before writing all of them together."""
 SAVE_RETRY_S: Final = 10.0
 """How long to wait after a failed write before the next attempt."""
 STOP_TIMEOUT_S: Final = 300.0
@@ -90,10 +90,10 @@ class Supervisor:
         acted_on: frozenset[str] = frozenset(),
         on_saved: Callable[[bytes], None] = lambda _: None,
     ) -> None:
-        """With ``is_strict``, a bpm process that requests more than the container can provide does not start. The
-        instance is ``starting`` for ``settling()`` seconds after ``start``. Without ``has_bpm``, the release's own bpm
-        is used. ``acted_on`` is passed to ``plan.plan``. ``on_saved`` is called in a thread with each saved state
-        (``Saved`` as JSON).
+        """If ``is_strict`` is set, a bpm process that requests more than the container can provide is not started. If
+        ``has_bpm`` is set, the agent runs bpm processes itself; otherwise, the release's own bpm is used. The instance
+        is reported as ``starting`` for ``settling()`` seconds after ``start``. ``acted_on`` is passed to ``plan.plan``.
+        ``on_saved`` is called in a thread with each saved state (``Saved`` as JSON).
         """
         self._has_bpm, self._acted_on = has_bpm, acted_on
         self._on_saved = on_saved
@@ -307,8 +307,8 @@ class Supervisor:
         """Supervise the services in these files. A service that is already supervised under the same name keeps its
         state.
 
-        A job with invalid files becomes one failing service named after the job. With ``are_written``, the files are
-        also written to the directory where operators expect them.
+        A job with invalid files becomes one failing service named after the job. If ``are_written`` is set, the files
+        are also written to the directory where operators expect them.
         """
         async with self._planning:  # the last request must win, not the one that is parsed fastest
             if are_written:
@@ -411,8 +411,8 @@ class Supervisor:
         self._is_sealed = True
 
     async def stop(self, *, wait: bool, timeout: float = STOP_TIMEOUT_S) -> None:
-        """Stop all jobs and, unless sealed, write the marker "stopped". With ``wait``, return once none of their
-        processes is left. A sealed supervisor also stops services that the Director does not know.
+        """Stop all jobs and, unless sealed, write the marker "stopped". If ``wait`` is set, return only once all their
+        processes have exited. A sealed supervisor also stops services that the Director does not know.
 
         Raises ``ActionError`` with the Go agent's text (jobsupervisor/monit_job_supervisor.go), of which the Director
         matches "Timed out waiting for service". Raises ``HostError`` if the stop could not be saved, because the next
@@ -501,8 +501,8 @@ class Supervisor:
         self._named(name).bounce()
 
     async def monitor_one(self, name: str) -> None:
-        """Monitor a service and its prerequisites. Each of these services that is not running is started, and its
-        dependants are restarted.
+        """Monitor a service and its prerequisites. Those that are not running are started, and their dependants are
+        restarted.
         """
         for each in _closure([self._named(name)], lambda it: it.prerequisites):
             each.start(is_leading=True)
@@ -637,7 +637,7 @@ async def _each_beat(period: float, work: Callable[[], Awaitable[None]]) -> NoRe
 
 
 def read_saved(path: Path) -> Saved | None:
-    """Read the state of the last supervisor. Return None if it is invalid."""
+    """Read the state that the last supervisor saved. Return None if it is missing or invalid."""
     try:
         saved = wire.decode(files.read(path, is_own=True), Saved)
     except FileNotFoundError:

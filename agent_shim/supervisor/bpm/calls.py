@@ -32,5 +32,5 @@ def bpm_call(argv: Sequence[str]) -> BpmCall | None:
 
 
 def bpm_label(job: str, process: str) -> str:
-    """Return the label that the keepers of a bpm.yml process have."""
+    """Return the label of the keepers that run a bpm.yml process."""
     return f"bpm/{job}/{process}"

@@ -32,8 +32,8 @@ MAX_MISTAKES: Final = 20
 class Volume(msgspec.Struct, frozen=True):
     """An extra directory or file visible to the process.
 
-    A missing volume is created as a directory owned by vcap. There are two exceptions: a missing unrestricted volume is
-    left out, and if a ``mount_only`` volume is missing, the process is not started. With ``shared``, mounts below the
+    A missing volume is created as a directory owned by vcap, with two exceptions. A missing unrestricted volume is left
+    out. If a ``mount_only`` volume is missing, the process is not started. If ``shared`` is set, mounts below the
     volume propagate in both directions.
     """
 
@@ -56,8 +56,8 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Unsafe(msgspec.Struct, frozen=True):
-    """Exceptions to the restrictions of the sandbox: running as root with all capabilities, volumes anywhere (including
-    globs), and use of the host's pid namespace.
+    """Exceptions to the sandbox: running as root with all capabilities, mounting volumes from anywhere (globs are
+    allowed), and using the host's pid namespace.
     """
 
     privileged: bool = False
@@ -232,7 +232,7 @@ _MAX_SHOWN_CHARS: Final = 40
 
 _TAG: Final = "tag:yaml.org,2002:"
 _NO_NAMES: Final = (f"{_TAG}merge", f"{_TAG}null")
-"""YAML tags of ``<<`` and null. If a key has one of these tags, it is not the name of an entry."""
+"""YAML tags of ``<<`` and null. A key with one of these tags is not the name of an entry."""
 
 _FLAGS: Final[Mapping[str, bool]] = {
     **dict.fromkeys(("true", "True", "TRUE", "y", "Y", "yes", "Yes", "YES", "on", "On", "ON"), True),
@@ -274,7 +274,7 @@ class _Map:
         self.entries = {} if _is_null(node) else self._merged(node, {})
 
     def wrong(self, key: str, expected: str) -> None:
-        """Record a mistake: the actual value of ``key``, and what was expected."""
+        """Record that the value of ``key`` is wrong, and what was expected instead."""
         self._wrong(self.at(key), self.entries.get(key), expected)
 
     def has(self, key: str) -> bool:
@@ -291,11 +291,11 @@ class _Map:
         return found
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """Return the texts in the list at ``key``, leaving out null items."""
+        """Return the strings in the list at ``key``, without null items."""
         return tuple(self._text(path, node) for path, node in self._items(key) if not _is_null(node))
 
     def text_map(self, key: str) -> dict[str, str]:
-        """Return the texts in the mapping at ``key``, by name. A null value becomes an empty text."""
+        """Return the mapping at ``key``, with strings as values. A null value becomes ""."""
         found = self.map(key)
         return {name: found.text(name) for name in found.entries}
 
@@ -305,8 +305,8 @@ class _Map:
         return _Map(self.notes, self.at(key), node)
 
     def maps(self, key: str, *, has_holes: bool = True) -> list[_Map]:
-        """Return the mappings in the list at ``key``. With ``has_holes``, null items are skipped; otherwise they are
-        mistakes.
+        """Return the mappings in the list at ``key``. Null items are skipped if ``has_holes`` is set; otherwise they
+        are mistakes.
         """
         found = []
         for path, node in self._items(key):
@@ -347,7 +347,7 @@ class _Map:
         self.notes.mistakes.append(f"{position}found {found or _found(node)}, expected {expected}")
 
     def _text(self, path: str, node: yaml.Node) -> str:
-        """Return the literal text of a scalar of any type."""
+        """Return a scalar's text as written in the file, whatever its type."""
         if not isinstance(node, yaml.ScalarNode):
             self._wrong(path, node, "a text")
             return ""
@@ -369,10 +369,10 @@ class _Map:
             yield f"{self.at(key)}[{number}]", item
 
     def _merged(self, node: yaml.Node, known: dict[int, dict[str, yaml.Node]]) -> dict[str, yaml.Node]:
-        """Return the entries of a mapping, including those merged by ``<<``. The mapping's own keys take precedence,
-        then those of the first merged mapping.
+        """Return the entries of a mapping, including those merged with ``<<``. The mapping's own keys take precedence.
+        If several merged mappings have the same key, the first one counts.
 
-        ``known`` caches mappings, so that repeated merges are read only once.
+        ``known`` caches mappings, so that each is read only once even if it is merged repeatedly.
         """
         if id(node) in known:
             return known[id(node)]

@@ -33,8 +33,8 @@ class MonitProgram(msgspec.Struct, frozen=True):
 
 
 class Action(msgspec.Struct, frozen=True):
-    """The action of a rule. Only ``exec`` has a ``program``. No control file can contain ``ignore``, which does
-    nothing.
+    """The action of a rule. Only ``exec`` has a ``program``. ``ignore`` does nothing; it is used internally and cannot
+    be written in a control file.
     """
 
     kind: ActionKind
@@ -56,8 +56,8 @@ ONCE: Final = Rate()
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """The subject of the check does not exist or, if it is a process, does not run. A rule with this test replaces
-    monit's default, which is to restart the service.
+    """The subject of the check does not exist or, if it is a process, is not running. A rule with this test replaces
+    monit's default rule, which restarts the service.
     """
 
 
@@ -112,14 +112,14 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class WrongType(msgspec.Struct, frozen=True):
-    """The path is not of the checked type (file, directory or fifo). No control file can contain this test, but monit
-    adds it to every such check.
+    """The path is not of the checked type (file, directory or fifo). This test cannot be written in a control file, but
+    monit adds it to every such check.
     """
 
 
 class Unreadable(msgspec.Struct, frozen=True):
-    """The path exists but cannot be examined. No control file can contain this test, but monit adds it to every check
-    of a path.
+    """The path exists but cannot be examined. This test cannot be written in a control file, but monit adds it to every
+    check of a path.
     """
 
 
@@ -131,8 +131,8 @@ class Echo(msgspec.Struct, frozen=True):
 
 
 class Protocol(msgspec.Struct, frozen=True):
-    """The protocol of a connection test. ``name`` is monit's name for the protocol. With ``default``, the test only
-    connects. With ``generic``, it goes through the texts in ``dialogue``.
+    """The protocol of a connection test. ``name`` is monit's name for the protocol. The protocol ``default`` only
+    connects, and ``generic`` carries out the ``send`` and ``expect`` steps in ``dialogue``.
 
     A ``send`` text may contain ``\\0xHH`` for bytes, including zero. The remaining fields apply only to http.
     ``checksum`` is the expected checksum of the page. ``content`` is a regular expression that the page must match, or

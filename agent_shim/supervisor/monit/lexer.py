@@ -17,8 +17,9 @@ class Token(NamedTuple):
     """One token. ``start`` and ``end`` are offsets into the text.
 
     ``kind`` is a keyword in canonical spelling, a kind of value (``STRING PATH NUMBER REAL MAIL NAME URL INCLUDE FROM
-    REPLY-TO SUBJECT MESSAGE``), ``END`` at the end of the text, ``BAD``, or any other character itself. ``value`` is
-    the text of a value without quotes and escapes, or a description of what is wrong with a ``BAD`` token.
+    REPLY-TO SUBJECT MESSAGE``), ``END`` at the end of the text, or ``BAD``. For any other character, it is that
+    character. ``value`` is the text of a value without quotes and escapes, or a description of what is wrong with a
+    ``BAD`` token.
     """
 
     kind: str
@@ -62,7 +63,7 @@ SYNONYMS: Final[Mapping[str, str]] = dict(
 )
 
 _KINDS: Final[Mapping[str, str]] = {**dict.fromkeys(NOISE, ""), **{word: word for word in KEYWORDS}, **SYNONYMS}
-"""The token kinds of all words that are not values, by lower-case word."""
+"""Maps each keyword, synonym and noise word, in lower case, to its token kind, which is "" for a noise word."""
 
 WORD: Final = r"""[^\x00-\x21@:{}"';(),%]+"""
 """Matches a word, which ends at blanks, control characters, ``!`` and the characters listed here, but not at ``#``."""
@@ -71,7 +72,8 @@ URL: Final = (
     r"(?P<scheme>[a-z0-9]+)://(?:(?P<credentials>[^:@ ]+:[^@ \t\r\n]+)@)?(?P<host>[^/?:# \t\r\n]+)"
     r"(?::(?P<port>[0-9]+))?(?P<path>/[^?# \t\r\n]*)?(?:\?(?P<query>[^# \t\r\n]*))?(?:#[^ \t\r\n]*)?"
 )
-"""Matches a URL, which ends at a blank or line end, so ``)`` is part of its path."""
+"""Matches a URL, which ends at a blank or at the end of the line. A closing parenthesis is therefore part of the path.
+"""
 
 _TOKEN: Final = rf"""
   (?P<skip>(?: [ \r\t;,()]+ | (?:\#[^\n]*)? \\? \n )+)
@@ -229,8 +231,8 @@ def _depends(match: re.Match[str], tokens: list[Token]) -> int:
 
 
 def _longest(mode: _Mode, text: str, at: int) -> tuple[str, int]:
-    """Return the kind and end of the longest match at ``at``. Of equally long matches, the first is returned. The kind
-    is "" if nothing matches.
+    """Return the kind and end of the longest match at ``at``, or "" and ``at`` if nothing matches. Of equally long
+    matches, the first is returned.
     """
     best = "", at
     for kind, pattern in mode:
@@ -241,9 +243,7 @@ def _longest(mode: _Mode, text: str, at: int) -> tuple[str, int]:
 
 
 def _append_single_token(match: re.Match[str], tokens: list[Token]) -> int:
-    """Append the token for a match of ``_TOKEN``. This function handles those alternatives of the pattern that yield
-    exactly one token.
-    """
+    """Append the token for a match of one of those alternatives in ``_TOKEN`` that yield exactly one token."""
     text, value = match[0], ""
     match match.lastgroup:
         case "quoted":
@@ -273,4 +273,6 @@ _TAKE: Final[Mapping[str, Callable[[re.Match[str], list[Token]], int]]] = {
     "check": _named,
     "word": _word,
 }
-"""Handlers for the alternatives of ``_TOKEN``. Each appends tokens and returns the start of the next word."""
+"""Handlers for the alternatives of ``_TOKEN``. Each appends tokens and returns the offset at which the next word
+starts.
+"""

@@ -27,7 +27,7 @@ MAX_MISTAKES: Final = 20
 """Maximum number of mistakes that an error lists for one file."""
 
 LATER: Final = ("program", "network")
-"""Check types of newer monit versions."""
+"""Check types that only newer versions of monit support."""
 
 
 def parse(
@@ -78,7 +78,7 @@ def parse(
 
 
 def skip_set(reader: Reader) -> None:
-    """Skip a ``set`` statement up to the next ``set`` or ``check``, because it is meant for the daemon. No known
+    """Skip a ``set`` statement, up to the next ``set`` or ``check``. It configures the monit daemon, and no known
     release contains one.
     """
     first = reader.next
@@ -107,7 +107,7 @@ def _recover(reader: Reader, first: int, exc: MonitSyntaxError) -> None:
 
 
 def _check(reader: Reader, services: Mapping[str, Check], ignored: list[Ignored]) -> Check:
-    """Parse a check. After a mistake in its head, return a check without a name, so that mistakes in its options are
+    """Parse a check. If its head contains a mistake, return a check without a name, so that mistakes in its options are
     found too.
     """
     check = Check(cast("Kind", reader.kind.removeprefix("check ")), "", line=reader.line(reader.next))
@@ -150,7 +150,9 @@ def _head(reader: Reader, services: Mapping[str, Check]) -> Check:
 
 
 def _options(reader: Reader, check: Check, ignored: list[Ignored]) -> Check:
-    """Parse the options of a check, in any order and number. Options without effect are appended to ``ignored``."""
+    """Parse the options of a check, which may occur in any order and number. Options without effect are appended to
+    ``ignored``.
+    """
     kind = f"check {check.kind}"
     while reader.kind not in ("END", "set") and not reader.kind.startswith("check "):
         first, token = reader.at, reader.next
@@ -227,7 +229,7 @@ def skip_alert(reader: Reader) -> str:
 
 
 def _braces(reader: Reader, content: str) -> None:
-    """Parse any words in braces."""
+    """Parse a list of arbitrary words in braces."""
     expected = f"'{{', {content} and '}}'"
     reader.need(expected, "{")
     while not reader.take("}"):
@@ -288,7 +290,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 def problems(files: Iterable[MonitFile]) -> list[Problem]:
-    """Find the reasons why monit would refuse these files together: duplicates, and missing or circular
+    """Find conflicts that would make monit reject these files together: duplicate services, and missing or circular
     dependencies.
     """
     found: list[Problem] = []

@@ -69,12 +69,11 @@ def read_program(reader: Reader, *, timed: bool = True) -> values.MonitProgram:
 
 
 def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule | None:
-    """Parse a rule in a check of this kind. Return None for a test on which the agent does not act. ``address`` is the
-    host for connections that do not name one.
+    """Parse a rule in a check of this kind. Return None if it contains a test on which the agent does not act.
+    ``address`` is used as the host of connections that do not name one.
 
-    A rule without a rate (``for N cycles``) fires on the first failed check. (In monit 5.2.5, it gets the rate of
-    the preceding rule if that rule tests existence or a pid change, because of a bug in ``seteventaction`` in
-    ``p.y``.)
+    A rule without a rate (``for N cycles``) fires on the first failed check. (In monit 5.2.5, it gets the rate of the
+    preceding rule if that rule tests existence or a pid change, because of a bug in ``seteventaction`` in ``p.y``.)
     """
     line = reader.line(reader.skip())
     test = _test(reader, kind)
@@ -115,7 +114,9 @@ def _test(reader: Reader, kind: values.Kind) -> values.Test | None:
 
 
 def _read_test(reader: Reader, wanted: str) -> values.Test | None:
-    """Skip the words of the key ``wanted``, then parse the rest of the test with ``TESTS[wanted]``."""
+    """Skip the words that make up the key ``wanted``, then parse the rest of the test with the function that ``TESTS``
+    lists for it.
+    """
     words = [] if wanted == "NUMBER" else wanted.split(" ") if wanted.startswith(PAIRS) else [wanted]
     for _ in words:
         reader.skip()
@@ -223,8 +224,8 @@ def _checksum(reader: Reader, word: str) -> values.Unlike:
 
 
 def _digest(reader: Reader, algorithm: values.Algorithm | None = None) -> tuple[str, values.Algorithm]:
-    """Parse a checksum. If ``algorithm`` is given, the checksum must have the length of that algorithm. Characters
-    other than hexadecimal digits are ignored.
+    """Parse a checksum, ignoring characters other than hexadecimal digits. Its length must be that of ``algorithm`` or,
+    if ``algorithm`` is None, of any known algorithm.
     """
     token = reader.next
     digits = "".join(re.findall("[0-9a-f]", reader.string("a checksum").lower()))
@@ -368,8 +369,8 @@ def _http(reader: Reader) -> values.Protocol:
 
 
 class Reading(NamedTuple):
-    """A function that reads a test, and the check types that have this test. The function gets the last word that was
-    already read.
+    """The check types that have a certain test, and the function that parses the test. The function is called with the
+    reader and the last word of the test's key in ``TESTS``.
     """
 
     read: Callable[[Reader, str], values.Test | None]

@@ -1,4 +1,4 @@
-"""Values that say how a service's process ended or was lost, or that the path of a check is missing."""
+"""The ways in which a service's process can end or get lost, and the case that the path of a check is missing."""
 
 from __future__ import annotations
 

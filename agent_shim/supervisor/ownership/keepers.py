@@ -34,8 +34,8 @@ EXIT_WAIT_S: Final = 0.25
 signalled.
 """
 KILL_ROUNDS: Final = 3
-"""How many times KILL is sent to a process tree that is not below the service's keepers. Processes that it forks during
-one round are found in the next.
+"""How many times KILL is sent to a process tree that is not below the service's keepers. If it forks processes during
+one round, they are found in the next.
 """
 
 _SCRIPTS: Final = "scripts of job "
@@ -94,7 +94,7 @@ class Keepers:
 
     def __init__(self, paths: Paths) -> None:
         self.killed: set[str] = set()
-        """Labels of processes that had to be killed. The caller clears this set."""
+        """Labels of the keepers whose processes had to be killed. The caller clears this set."""
         self.on_loss: Callable[[str, list[Left]], None] | None = None
         """Called when a keeper was killed, with its label and the processes that may have been below it."""
         self._lost: dict[str, _Lost] = {}
@@ -128,8 +128,8 @@ class Keepers:
                 (self._directory / name).unlink()
 
     def settle(self) -> None:
-        """Begin to handle the reports of an earlier agent's keepers, and release those keepers that have no
-        descendants. Call this after reading all exits that the keepers recorded.
+        """Start following the keepers that an earlier agent has left, and release those without descendants. Call this
+        after reading all exits that the keepers have recorded.
         """
         for each in self._kept:
             if each.on_change is None:
@@ -197,7 +197,9 @@ class Keepers:
         self._changed(each)
 
     def _changed(self, each: Keeper) -> None:
-        """Handle a keeper's report. If the keeper has no descendants or was killed, forget it."""
+        """Handle a change that a keeper has reported. If the keeper has no descendants any more or was killed, stop
+        following it.
+        """
         if not (each.state.is_childless or each.is_lost):
             return
         each.on_change = None
@@ -263,8 +265,8 @@ class Keepers:
         return [name for name in self._lost if keeper.label_of(name) in labels]
 
     def _orphans(self, lost: Collection[_Lost]) -> list[Left]:
-        """Return the living processes that the parents of killed keepers may have inherited, except those that this
-        process started.
+        """Return the living processes that the killed keepers may have left to their parents, except those that this
+        process has started.
         """
         keepers = {each.identity for each in lost}
         # Read the pids of our own processes before the process table, because such a process may exit in between. The
@@ -313,8 +315,8 @@ class Keepers:
         return alive
 
     async def trees(self, labels: Collection[str], roots: Collection[Identity]) -> list[Identity]:
-        """Return the living processes among ``roots`` that are not below a keeper of these labels, and their
-        descendants.
+        """Return the living processes in the trees of ``roots``. A root that is below a keeper of these labels is left
+        out, with its descendants.
         """
         kept = self.of(labels)
         apart = [each for each in roots if self.above(each) not in kept]

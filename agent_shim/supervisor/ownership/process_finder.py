@@ -31,30 +31,32 @@ class Timing(msgspec.Struct, frozen=True):
     """Timeouts and intervals in seconds."""
 
     settle: float = 8.0
-    """If a process was restarted because it exited unexpectedly, it counts as running once it has been up this long."""
+    """How long a process that was restarted after an unexpected exit must stay up before it counts as running."""
     backoff_first: float = 0.5
     """Delay before the second restart in a row. The first restart is immediate."""
     backoff_limit: float = 10.0
-    """Longest delay, which must not exceed a monit cycle. An uptime longer than this resets the back-off."""
+    """Longest delay between restarts, which must not exceed a monit cycle. An uptime longer than this resets the
+    back-off.
+    """
     eager: float = 60.0
     """For this long after a requested start, the delays between restarts are shorter, because the Director may be
     waiting for a process that keeps failing until another process is up.
     """
     eager_limit: float = 1.0
-    """Longest delay during the ``eager`` period. The sum of this delay and ``settle`` is less than a cycle, because
-    monit would report the process as running after one cycle.
+    """Longest delay between restarts during the ``eager`` period. Together with ``settle``, it is shorter than a cycle,
+    because monit would report the process as running after one cycle.
     """
     stop: float = 30.0
     """How long a process without a stop program may take to exit after TERM."""
     grace: float = 5.0
     """Time between TERM and KILL for processes left by a stop program."""
     linger: float = 2.0
-    """How long the start program may take to exit once the process is up. Also how long the process may take to appear
-    once the start program has exited. If a process forks a daemon and exits, the daemon is accepted in its place until
+    """Once the process is up, the start program gets this long to exit. Once the start program has exited, the process
+    gets this long to appear. If a process forks a daemon and exits, the daemon is accepted in its place for at least
     this long after the start of that process.
     """
     look: float = 1.0
-    """Poll interval for changes that no descriptor reports: the appearance of a late process or a path."""
+    """Poll interval for changes that no file descriptor reports, such as the late appearance of a process or a path."""
     cycle: float = 10.0
     """Length of a monit cycle. Rates of rules are given in cycles."""
 
@@ -73,11 +75,11 @@ class ProcessFinder:
         self.process: Process | None = None
         self.program: Process | None = None
         self.doubted: Process | None = None
-        """The last process if it is alive although the pidfile no longer names a process."""
+        """The process that was watched before, if it is alive although the pidfile no longer names a process."""
         self.up_at = 0.0
         """Monotonic start time of the process."""
         self._is_there = True
-        """For a check that has no process: whether the path existed when it was last examined."""
+        """True if the path existed when it was last examined. Used only for a check that has no process."""
         self._keepers = keepers
         self.refused = ""
         """Why the process named by the pidfile is not accepted as the service's process, or ""."""
@@ -95,7 +97,8 @@ class ProcessFinder:
         """Return True if the process or path exists. If no process is watched yet, look for one to adopt: a process
         that another agent has started, that a late pidfile names, or that replaces the previous process.
 
-        Living and exited processes are recorded, and the handle of an exited process is released.
+        Processes that were found or have exited are recorded in ``record``. The handle of an exited process is
+        released.
         """
         if not spec.is_process:
             return self._is_there
@@ -123,7 +126,7 @@ class ProcessFinder:
 
     @property
     def is_refused_process_alive(self) -> bool:
-        """Return True if the pidfile named a process that was not adopted because it may belong to something else, and
+        """Return True if the pidfile named a process that was not adopted because it may not belong to the service, and
         that process is still alive.
         """
         return self._refused is not None and proc.is_there(self._refused[1])
