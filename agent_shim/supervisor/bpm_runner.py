@@ -186,7 +186,7 @@ class Bpm:
         return found.identity if -0.1 < age < MAX_PIDFILE_DELAY_S else None
 
     def rows(self) -> tuple[list[BpmListRow], list[str]]:
-        """Return one row for every process of every job, as in ``bpm list``, and the errors in invalid bpm.yml files."""
+        """Return a row for every process of every job, as in ``bpm list``, and the errors in invalid bpm.yml files."""
         rows, complaints = [], []
         for directory in sorted(self._paths.jobs.glob("*")):
             if not (directory / "config/bpm.yml").exists():

@@ -768,7 +768,7 @@ class Service:
         return [*processes.others, *known]
 
     def lose_keeper(self, orphans: Sequence[Left]) -> None:
-        """Record that a keeper of this service was killed. ``orphans`` are the processes that may have been below it."""
+        """Record that a keeper of this service was killed. ``orphans`` are processes that may have been below it."""
         self._complain_of_lost_keepers(orphans)
         self.notify("Execution failed", "alert", self._loss(orphans))
 
