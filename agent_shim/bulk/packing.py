@@ -447,8 +447,8 @@ class Sink:
         self._fill(-header.size % tarfile.BLOCKSIZE)
 
     def write_file(self, fd: int, runs: Sequence[tuple[int, int]], size: int) -> tuple[int, OSError | None]:
-        """Write ``size`` bytes of the open file ``fd``, with zeros outside its data segments ``runs``, and pad them to
-        a full block.
+        """Write the data segments ``runs`` of the open file ``fd``, ``size`` bytes in total, and pad them to a full
+        block.
 
         If the file has grown since it was opened, the additional bytes are left out. If it has shrunk, zeros are
         appended.

@@ -1,1 +1,1 @@
-"""Communication with the outside: the bus, heartbeats and alerts, HTTP servers, the control socket."""
+"""Communication with the outside through the bus, heartbeats, alerts, HTTP servers and the control socket."""

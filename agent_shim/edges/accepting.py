@@ -1,4 +1,4 @@
-"""Listening sockets that other callers can still use while one caller floods them with connections."""
+"""Creates listening sockets that stay usable for other callers while one caller floods them with connections."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def address_of(caller: socket.socket | None) -> str:
 def connection_to_close(callers: Iterable[tuple[T, str]]) -> T | None:
     """Return the connection to close if there are too many, or None if ``callers`` is empty.
 
-    This is the oldest connection from the address that has the most of them. ``callers`` are in order of arrival.
+    This is the oldest connection from the address with the most connections. ``callers`` are in order of arrival.
     """
     arrived = list(callers)
     (busiest, _), *_ = Counter(address for _, address in arrived).most_common(1) or [("", 0)]

@@ -32,7 +32,7 @@ monit's cycle takes ten seconds.
 MAX_SUMMARY_CHARS: Final = 4096
 
 DEFAULT_SEVERITY: Final = 2
-"""Severity of an unlisted event."""
+"""Severity of an event that is not in ``SEVERITIES``."""
 
 _BOTH: Final = (
     "checksum, connection, data access, execution, filesystem flags, gid, heartbeat, icmp, monit instance, type, "
@@ -122,7 +122,7 @@ class Alerts:
         self._wake.set()
 
     def flush(self) -> None:
-        """Retry queued alerts after a reconnection."""
+        """Send the queued alerts now. This is called after a reconnection."""
         self._wake.set()
 
     async def run(self) -> NoReturn:

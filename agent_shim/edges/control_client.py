@@ -1,4 +1,4 @@
-"""Client of the control socket for commands. Imports as few modules as possible to start quickly."""
+"""The client side of the control socket, which commands use. It imports few modules, so that commands start quickly."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from agent_shim.core.errors import NoAgentError
 
 
 def ask(path: str | os.PathLike[str], request: dict[str, Any], *, timeout: float | None = 60.0) -> Any:
-    """Send a request to the agent at ``path`` and wait for its reply. Raises ``NoAgentError`` if there is no agent.
-    Blocks.
+    """Send a request to the agent's control socket at ``path``, and block until the reply arrives. Raises
+    ``NoAgentError`` if no agent answers.
     """
     try:
         line = json.dumps(request, ensure_ascii=False).encode() + b"\n"

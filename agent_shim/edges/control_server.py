@@ -42,7 +42,7 @@ Answer = Callable[[dict[str, Any], bytes, Peer], Awaitable[bytes]]
 
 @contextlib.asynccontextmanager
 async def listening(path: Path, answer: Answer) -> AsyncIterator[None]:
-    """Serve on ``path`` for the duration of the block. The socket of a dead agent is replaced."""
+    """Serve on ``path`` for the duration of the block. A socket that a dead agent has left there is replaced."""
     peers: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

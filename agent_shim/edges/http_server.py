@@ -64,7 +64,7 @@ class HttpRequest(msgspec.Struct, frozen=True):
 
 
 class HttpResponse(msgspec.Struct, frozen=True):
-    """An answer. ``headers`` are sent in addition to the common ones."""
+    """An answer. ``headers`` are sent in addition to those that every answer contains."""
 
     status: int
     body: bytes
@@ -159,7 +159,7 @@ class _HttpConnection(asyncio.Protocol):
 
     def _read(self, data: bytes, *, is_over: bool) -> HttpResponse | None:
         """Feed data to the parser. If the request is then complete, begin to answer it. If the request is invalid,
-        return the error response, otherwise None. ``is_over`` means that the client has sent more data than a request
+        return the error response, otherwise None. ``is_over`` is set if the client has sent more data than a request
         may have.
         """
         request = self._request
@@ -225,7 +225,7 @@ class _HttpConnection(asyncio.Protocol):
 
 
 def connection(answer: Answer, methods: Sequence[str]) -> asyncio.Protocol:
-    """Create the protocol for a single connection."""
+    """Create the protocol object for a single connection that is not counted against the limit."""
     return _HttpConnection(answer, methods, {})
 
 

@@ -1,4 +1,5 @@
-"""Metrics and health checks over HTTP: ``/metrics``, ``/healthz`` and ``/readyz``. Read-only and free of secrets.
+"""Metrics and health checks over HTTP: ``/metrics``, ``/healthz`` and ``/readyz``. Callers can change nothing through
+these pages, which contain no secrets.
 
 ``Readings`` holds the current values for a scrape, ``Metrics`` counts events and renders the counts and the readings,
 and ``Routes`` answers requests. Times are in seconds.
@@ -51,10 +52,12 @@ PLAIN: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class BusReading(msgspec.Struct, frozen=True):
-    """The bus connection since the start of the agent. ``heartbeat_age`` is None before the first heartbeat."""
+    """State of the bus connection, and its counters since the start of the agent. ``heartbeat_age`` is None before the
+    first heartbeat.
+    """
 
     connected: bool | None = False
-    """None if there is no Director."""
+    """Whether the bus is connected, or None if there is no Director."""
     heartbeat_age: float | None = None
     stats: Stats = msgspec.field(default_factory=Stats)
 
@@ -68,7 +71,7 @@ class DiskReading(msgspec.Struct, frozen=True):
 
 
 class Readings(msgspec.Struct, frozen=True):
-    """The values of one scrape. Gathering them must be cheap, without disk access or waiting."""
+    """The values of one scrape. They must be cheap to gather, without accessing a disk or waiting for anything."""
 
     bus: BusReading = BusReading()
     figures: Figures = msgspec.field(default_factory=Figures)
@@ -82,8 +85,8 @@ class Readings(msgspec.Struct, frozen=True):
     jobs_blocked: bool = False
     """True if the jobs cannot be started or deployed."""
     processes: Sequence[ServiceInfo] = ()
-    """All services. The figures of a service that does not run are 0 and not left out, because series that come and go
-    complicate queries.
+    """All services. The figures of a service that is not running are 0 rather than omitted, because series that come
+    and go complicate queries.
     """
     tasks_running: int = 0
     tasks_waiting: int = 0
@@ -96,10 +99,10 @@ class Readings(msgspec.Struct, frozen=True):
     """Expiry of the bus certificates, in seconds since 1970."""
     disk: DiskReading = DiskReading()
     blobs: Mapping[tuple[str, str], int] = msgspec.field(default_factory=dict)
-    """Transferred blobs by direction and outcome."""
+    """Number of blob transfers by direction and outcome."""
     blob_bytes: Mapping[str, int] = msgspec.field(default_factory=dict)
     alerts: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Alerts by outcome, one of ``ALERT_OUTCOMES``."""
+    """Number of alerts by outcome (``ALERT_OUTCOMES``)."""
 
 
 ACTION_BOUNDS: Final = (0.005, 0.05, 0.5, 2.0, 10.0, 60.0, 600.0)
@@ -158,9 +161,7 @@ class Metrics:
         self._rendering = asyncio.Lock()
 
     def action_done(self, method: str, outcome: str, seconds: float) -> None:
-        """Count an action with its ``outcome`` (done or failed). It took ``seconds`` from the request until it
-        finished.
-        """
+        """Count an action that ran for ``seconds`` and ended with ``outcome`` (done or failed)."""
         method = method if method in self._methods else OTHER
         self._actions.labels(method, outcome if outcome in OUTCOMES else OTHER).inc()
         self._durations.labels(method).observe(seconds)

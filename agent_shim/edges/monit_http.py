@@ -4,8 +4,8 @@ The Go agent requests ``GET /_status2?format=xml``, and pxc's galera-agent ``GET
 /SERVICE`` with ``action=start`` or another action, and galera-agent searches the returned page for ``start pending``.
 Callers need the password in ``/var/vcap/monit/monit.user``, which only root can read.
 
-This module also listens on the port on which the Go agent accepts monit's mails, because CPIs probe that port. All mail
-is refused.
+This module also listens on the port on which the Go agent accepts monit's mails, because CPIs probe that port. It
+refuses all mail.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class About(msgspec.Struct, frozen=True):
 
 
 def user_in(path: Path) -> Users:
-    """Return a function that reads the only user from the file that the agent has written."""
+    """Return a function that reads the user from the file at ``path``, which the agent has written. It contains only
+    one user.
+    """
     return lambda: {files.read(path, is_own=True).strip(): True}
 
 

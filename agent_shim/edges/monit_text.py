@@ -1,7 +1,7 @@
 """Formats service reports with the texts of monit 5.2.5, because scripts grep them (http/cervlet.c).
 
-Services are mappings created by ``monit_api.describe``. Only the standard library is imported, so that the command
-starts quickly.
+Services are mappings created by ``monit_api.describe``. This module imports little outside the standard library, so
+that the ``monit`` command starts quickly.
 """
 
 from __future__ import annotations
@@ -123,9 +123,10 @@ def _title(service: Mapping[str, Any]) -> str:
 
 
 def words(service: Mapping[str, Any]) -> str:
-    """Return monit's status text of a service. A pending action follows a dash.
+    """Return monit's status text for a service. If an action is pending, the text ends with a dash and the action.
 
-    ``phase`` is the state of the service's state machine, ``state`` the one that is reported to the Director.
+    In ``service``, ``phase`` is the state of the state machine, and ``state`` is the one that is reported to the
+    Director.
     """
     phase = service["phase"]
     if phase == "down":

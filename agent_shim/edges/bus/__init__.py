@@ -23,13 +23,13 @@ class Bus(Protocol):
 
     @property
     def is_connected(self) -> bool:
-        """True if requests can currently arrive, as far as the agent knows."""
+        """True if the agent can currently receive requests, as far as it knows."""
 
     async def run(self) -> NoReturn:
         """Serve as a root task until cancelled."""
 
     async def drain(self, timeout_s: float) -> None:
-        """Wait until pending requests are answered, at most ``timeout_s`` seconds."""
+        """Wait up to ``timeout_s`` seconds until all pending requests have been answered."""
 
     async def publish(self, subject: str, data: bytes) -> None:
         """Publish a message to the Health Monitor. Raises ``BusError``."""

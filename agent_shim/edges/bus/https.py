@@ -67,13 +67,13 @@ class CallerLimits(msgspec.Struct, frozen=True):
     stall: float = 30.0
     """Time without progress of a request or response body before the connection is closed."""
     retry: float = 2.0
-    """Interval between attempts to bind the port."""
+    """Interval between attempts to bind the port while it is in use."""
     goodbye: float = 1.0
-    """How long the server may take to send the last answers before it exits."""
+    """How long sending the last answers may delay the exit."""
 
 
 class _Caller(NamedTuple):
-    """A connection: its TLS handshake and its source address."""
+    """A connection, with the task of its TLS handshake and its source address."""
 
     greeting: asyncio.Task[None]
     address: str
@@ -134,7 +134,7 @@ class HttpsBus:
         return self._server.sockets[0].getsockname()[1] if self._server is not None else 0
 
     async def drain(self, timeout_s: float) -> None:
-        """Wait until pending requests are answered, at most ``timeout_s`` seconds."""
+        """Wait up to ``timeout_s`` seconds until all pending requests have been answered."""
         if self._answering:
             await asyncio.wait(set(self._answering), timeout=timeout_s)
 
@@ -142,8 +142,8 @@ class HttpsBus:
         """Do nothing, because there is no Health Monitor on this bus (``Send`` in mbus/https_handler.go)."""
 
     async def run(self) -> NoReturn:
-        """Serve until cancelled. If the port is in use, keep trying to bind it. After a cancellation, ``goodbye``
-        seconds remain to send the last answers.
+        """Serve until cancelled. If the port is in use, keep trying to bind it. When this is cancelled, it spends up to
+        ``goodbye`` seconds on sending the last answers.
         """
         try:
             while True:
@@ -188,7 +188,7 @@ class HttpsBus:
             self.stats.last_error = str(exc)
 
     async def _listen(self) -> None:
-        """Listen only at the address in the settings. Raises ``BusError``."""
+        """Listen at the address in the settings, after closing the previous listening socket. Raises ``BusError``."""
         self.stats.attempts += 1
         context = tls.server_context(self.mbus)
         host, port = _host_port(self.mbus)
@@ -325,7 +325,7 @@ class HttpsBus:
             self._kept_bytes -= size
 
     async def _receive_blob(self, request: web.BaseRequest, blob_id: str) -> web.Response:
-        """Store a blob, completely or not at all."""
+        """Store an uploaded blob. If the upload fails, nothing is stored."""
         size, outcome = 0, "failed"
         try:
             path = self._blobs / checked_blob_id(blob_id)
@@ -407,7 +407,9 @@ class _Arrival(asyncio.Protocol):
         self._hand_over = give
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Hand a duplicate of the socket over and abort asyncio's transport, which does not close the connection."""
+        """Hand over a duplicate of the socket and abort asyncio's transport. The duplicate keeps the connection
+        open.
+        """
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
         duplicate = transport.get_extra_info("socket").dup()

@@ -1,8 +1,8 @@
 """One connection to a NATS server with one subscription, implemented with nats-py.
 
 This is the only module that uses nats-py. That client may claim to be connected although it has stopped reading or
-writing (after an error in one of its tasks, or a late answer to a ping). A connection that falls silent is therefore
-treated as ended.
+writing (after an error in one of its tasks, or a late answer to a ping). A connection on which nothing arrives any more
+is therefore treated as broken.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class _Wire(Transport):
 
 
 class Link:
-    """One connection with its subscription, from handshake to close. Never reused."""
+    """A single connection with its subscription, from the handshake until it is closed. A link is never reused."""
 
     def __init__(self, url: str, on_message: Callable[[bytes], None], on_denied: Callable[[str], None]) -> None:
         self.url = bus_address(url)
@@ -267,7 +267,7 @@ class Link:
         return self._ended.done()
 
     async def over(self) -> str:
-        """Wait for the end of the connection. Return the reason."""
+        """Wait until the connection has ended. Return the reason."""
         await asyncio.wait({self._ended})
         return self._ended.result()
 
@@ -302,9 +302,9 @@ class Link:
             raise BusError(str(exc)) from exc
 
     async def flushed(self, timeout_s: float) -> bool:
-        """Wait until the server has processed all sent data, at most ``timeout_s`` seconds.
+        """Wait up to ``timeout_s`` seconds until the server has processed all data sent so far.
 
-        Returns False on a timeout or the end of the connection.
+        Returns False if the timeout expires or the connection ends first.
         """
         before, asked = self._answers, self._send_ping()
         ends: set[asyncio.Future[Any]] = {asked, self._ended}
@@ -313,7 +313,8 @@ class Link:
 
     async def watch(self, interval: float, unanswered: int) -> None:
         """Send a ping every ``interval`` seconds, in step with the agent's other timers. End the connection after
-        ``unanswered`` consecutive intervals without an answer.
+        ``unanswered`` consecutive intervals in which no ping was answered, or in which requests were waiting but none
+        was handled.
         """
         silent = 0
         await asyncio.sleep(clock.until_beat(interval))
@@ -381,7 +382,7 @@ class Link:
         self.end("nats-py has closed it")
 
     async def _forget_servers(self) -> None:
-        """Drop the servers that a cluster announces. The agent uses only addresses from the settings, but nats-py would
-        collect all announced ones.
+        """Discard the server addresses that a cluster announces. The agent uses only the addresses in the settings, but
+        nats-py would collect all announced ones.
         """
         self._client.set_server_pool([self._given_url])

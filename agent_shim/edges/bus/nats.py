@@ -1,10 +1,10 @@
 """The agent's NATS connection: one subscription, replies to the subject named in the request, automatic recovery.
 
-A connection that ends or falls silent is discarded, and a new one replaces it. Reconnection, back-off and credential
-rotation are implemented here, because nats-py can give up or stop receiving without an error.
+A connection that ends or no longer responds is discarded and replaced by a new one. Reconnection, back-off and
+credential rotation are implemented here, because nats-py can give up or stop receiving without an error.
 
-Subjects and permissions are those of nats-sync (``nats_sync/nats_auth_config.rb``), delays those of the Go agent
-(``mbus/nats_handler.go``) with jitter. All times are seconds.
+Subjects and permissions are the same as in nats-sync (``nats_sync/nats_auth_config.rb``). Delays are the same as in the
+Go agent (``mbus/nats_handler.go``), plus jitter. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ request.
 """
 
 REREAD_AFTER_FAILURES: Final = 3
-"""Number of consecutive failures before the settings are read again, because the bus may have moved."""
+"""Number of consecutive failures after which the settings are read again, because the address of the bus may have
+changed.
+"""
 
 
 class BusTiming(msgspec.Struct, frozen=True):
@@ -98,7 +100,7 @@ class BusTiming(msgspec.Struct, frozen=True):
     """
 
     def pause(self, failures: int, slow: int = 0) -> float:
-        """Return the pause after consecutive failures. 0 failures means that a working connection broke.
+        """Return the pause after this number of consecutive failures, where 0 means that a working connection broke.
 
         The pause is doubled after one ``slow`` attempt and tripled after two or more. An attempt is slow if the server
         sent its greeting but did not complete the handshake in time. The timeout of the next attempt grows by the same
@@ -111,7 +113,7 @@ class BusTiming(msgspec.Struct, frozen=True):
         return random.uniform(most / 5 if most < self.longest else most / 2, most) * min(1 + slow, 3)  # noqa: S311
 
     def handshake_timeout_s(self, slow: int) -> float:
-        """Return the timeout of an attempt after ``slow`` consecutive slow ones."""
+        """Return the timeout of an attempt that follows ``slow`` consecutive slow attempts."""
         return self.connect * min(1 + slow, 3)
 
     def early_pause(self) -> float:
@@ -168,7 +170,9 @@ class NatsBus:
         return self._link is not None and not self._link.is_over
 
     async def drain(self, timeout_s: float) -> None:
-        """Wait until pending requests are answered and sent, at most ``timeout_s`` seconds."""
+        """Wait up to ``timeout_s`` seconds until all pending requests have been answered, then up to ``timeout_s``
+        seconds until the server has received the replies.
+        """
         if self._answering:
             await asyncio.wait(set(self._answering), timeout=timeout_s)
         if self._link is not None:
@@ -219,8 +223,8 @@ class NatsBus:
         self.stats.sent_bytes += len(data)
 
     async def run(self) -> NoReturn:
-        """Keep the agent connected until cancelled. After a cancellation, ``goodbye`` seconds remain to send published
-        messages.
+        """Keep the agent connected until cancelled. When this is cancelled, it spends up to ``goodbye`` seconds on
+        sending messages that are already published.
         """
         early_until = time.monotonic() + self._timing.early
         failures = 0
@@ -410,7 +414,9 @@ class NatsBus:
         await asyncio.gather(*tasks, *(self._abandon(link) for link in self._links), return_exceptions=True)
 
     def _log_once(self, problem: str, kind: str = "") -> None:
-        """Log a persistent problem once per loss of connection."""
+        """Log a problem unless the same problem, or another one of the same ``kind``, was already logged since the last
+        successful connection.
+        """
         if (kind or problem) not in self._logged:
             logger.warning("%s", problem)
         self._logged.add(kind or problem)
