@@ -1,1 +1,1 @@
-"""Access to the operating system: processes and signals, mounts, cgroups, files and ``/proc``."""
+"""Access to the operating system: processes, signals, mounts, cgroups, files and ``/proc``."""

@@ -1,7 +1,7 @@
 """Reads the limits and usage of the container from cgroup v1, v2 or both. Units are bytes and seconds.
 
 There is no direct way to find the container's cgroup. The agent may be in a leaf below it, and in the host's cgroup
-namespace, the hierarchy continues above it. The level with the tightest limit is therefore taken for the container's
+namespace, the hierarchy continues above it. The level with the lowest limit is therefore assumed to be the container's
 cgroup. Without any limit, the jobs can use the whole machine.
 """
 
@@ -32,8 +32,8 @@ class Hierarchy(msgspec.Struct, frozen=True):
 
 
 class Cgroup(msgspec.Struct, frozen=True):
-    """The cgroups of this process by controller, with None for a hidden controller. Only in version 1, CPU time is
-    accounted by a separate controller, ``cpuacct``.
+    """The cgroups of this process by controller, with None for a hidden controller. ``cpuacct`` exists only in version
+    1, where it accounts the CPU time that ``cpu`` accounts in version 2.
     """
 
     memory: Hierarchy | None = None
@@ -118,8 +118,8 @@ def memory(cgroup: Cgroup, host: host_stats.Memory) -> host_stats.Memory | None:
 
 
 def memory_total(cgroup: Cgroup, host: int) -> int:
-    """Return how many bytes the container may use: its tightest limit or, if no limit is lower, ``host``, the machine's
-    memory.
+    """Return how many bytes of memory the container may use. This is its lowest limit or, if no limit is lower than the
+    machine's memory, ``host``, which is that memory.
     """
     level = _tightest(cgroup.memory, host)
     limit = memory_limit(cgroup.memory.version, level) if cgroup.memory and level else None
@@ -137,7 +137,9 @@ def memory_current(version: int, level: Path) -> int | None:
 
 
 def _swap(version: int, level: Path) -> tuple[int | None, int | None]:
-    """Return the limit and usage of swap, which version 1 reports only together with memory."""
+    """Return the limit and usage of swap. Version 1 reports only the sums of memory and swap, from which they are
+    calculated.
+    """
     if version == 2:
         return _number(level / "memory.swap.max"), _number(level / "memory.swap.current")
     limit, used = _number(level / "memory.memsw.limit_in_bytes"), _number(level / "memory.memsw.usage_in_bytes")
@@ -187,8 +189,8 @@ def oom_group(cgroup: Cgroup) -> Path | None:
 
 
 def end_oom_group(cgroup: Cgroup) -> bool:
-    """Let the OOM killer kill only one process of this container at a time. Return True if this was a change. Raises
-    ``OSError``.
+    """Let the OOM killer kill only one process of this container at a time. Return True if the setting had to be
+    changed. Raises ``OSError``.
     """
     path = oom_group(cgroup)
     if path is not None:
@@ -225,8 +227,8 @@ def cpu_times(cgroup: Cgroup, age: float) -> host_stats.CpuTimes | None:
 
 
 def cpu_used(cgroup: Cgroup) -> tuple[float, float] | None:
-    """Return the container's CPU seconds in user and system mode. They are read at the level with the tightest quota
-    or, without a quota, at our own level.
+    """Return the container's CPU seconds in user and system mode. They are read from the cgroup with the lowest quota
+    or, without a quota, from our own cgroup.
     """
     return _cpu_used(cgroup, min(_quotas(cgroup), default=(0.0, 0))[1])
 

@@ -1,4 +1,5 @@
-"""Clocks. Seconds are floats. Ticks, the unit of ``/proc/PID/stat``, are counted from the kernel's boot.
+"""Reads the clocks. Seconds are floats. Ticks, the unit of times in ``/proc/PID/stat``, are counted from the kernel's
+boot.
 
 ``CLOCK_BOOTTIME`` and the start times in ``/proc`` have the same origin, even in a time namespace. ``/proc/uptime`` is
 not used, because lxcfs replaces it with a file that has another origin, so ages computed from it would be negative.
@@ -26,7 +27,7 @@ def until_beat(period: float) -> float:
 
 
 def boot_time() -> float:
-    """Return the seconds since the kernel's boot, including suspension."""
+    """Return the seconds since the kernel's boot, including the time for which the machine was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

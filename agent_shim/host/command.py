@@ -14,7 +14,7 @@ from agent_shim.host.descriptors import closing
 
 ENVIRONMENT: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 MAX_OUTPUT_BYTES: Final = 64 * 1024
-"""How much of the output is read. The rest is discarded."""
+"""Maximum number of bytes of output that are read. The rest is discarded."""
 
 
 async def run(
@@ -28,8 +28,9 @@ async def run(
 ) -> str:
     """Run the program with ``given`` as stdin and return its output. If it fails, raises ``HostError`` with the output.
 
-    ``through`` is a command that executes the program, such as setpriv. Errors do not mention it. After ``timeout``
-    seconds, or on cancellation, SIGTERM is sent to the program's process group, and SIGKILL ``grace`` seconds later.
+    ``through`` is a command, such as setpriv, that is run in order to execute the program. Errors do not mention it.
+    After ``timeout`` seconds, or on cancellation, SIGTERM is sent to the program's process group, and SIGKILL ``grace``
+    seconds later.
     """
     with _in_memory(given.encode()) as stdin, _in_memory() as output:
         argv = [*through, program, *arguments]

@@ -43,9 +43,9 @@ def read(path: Path, limit: int = MAX_FILE_BYTES, *, is_own: bool = False) -> by
     """Return the content of a file from the CPI, the image or an operator. Links are followed, because files in the
     kubelet's volumes are links.
 
-    ``is_own`` means that this agent or its predecessor wrote the file. Then no link is followed, except one to a file
-    in memory (:func:`behind`). Raises ``OSError`` for a file with more than ``limit`` bytes, and for anything but a
-    regular file, because a FIFO would block and a device has no end.
+    Set ``is_own`` for a file that this agent or its predecessor wrote. In that case, no link is followed, except one to
+    a file in memory (:func:`behind`). Raises ``OSError`` for a file with more than ``limit`` bytes, and for anything
+    but a regular file, because a FIFO would block and a device has no end.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     if is_own:
@@ -191,7 +191,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def keep_unreadable(path: Path) -> None:
-    """Rename a document that cannot be read, so that operators can examine it. If it cannot be renamed, this is only
+    """Rename a document that cannot be parsed, so that operators can examine it. A failure to rename it is only
     logged.
     """
     aside = path.with_name(f"{path.name}.unreadable")
@@ -206,9 +206,9 @@ def keep_unreadable(path: Path) -> None:
 def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None, is_synced: bool = True) -> Iterator[BinaryIO]:
     """Yield a new file that replaces ``path`` when the block succeeds and is removed when it fails.
 
-    The file is synced before the rename, so that a crash leaves either the old file or the new one. Without
-    ``is_synced``, a crash of the machine may leave an empty file, which is acceptable if the file is rewritten anyway.
-    A link at ``path`` is replaced.
+    The file is synced before the rename, so that a crash leaves either the old file or the new one. If ``is_synced`` is
+    False, a crash of the machine may leave an empty file, which is acceptable only if the file is rewritten after the
+    crash anyway. A link at ``path`` is replaced.
     """
     temp = sibling(path)
     fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -229,8 +229,8 @@ def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None, is_syn
 
 
 def behind(path: Path) -> Path:
-    """Return the file to read or write for ``path``: the target if ``path`` is the agent's link to a file in memory,
-    otherwise ``path``.
+    """Return the path of the file that is read or written for ``path``: if ``path`` is one of the agent's links to
+    files in memory, the link's target, otherwise ``path`` itself.
 
     The agent's links point to files below their own directory. Any other link was created by someone else.
     """
@@ -250,8 +250,8 @@ def write_atomic(
     """Replace the content of ``path`` atomically and, by default, sync it to disk (:func:`replacing`).
 
     A file that is itself a mount point (``/etc/hosts`` in a pod) cannot be replaced, so it is written in place and
-    keeps its mode and owner. A link to such a file is replaced like any other link. With ``if_changed``, the file is
-    not written if it is ours and already has this content.
+    keeps its mode and owner. A link to such a file is replaced like any other link. If ``if_changed`` is set, a file
+    that this agent wrote and that already has this content is not written again.
     """
     if if_changed:
         with suppress(OSError):
@@ -331,7 +331,8 @@ def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
 def close_to_others(path: Path, owner: str | None, *, more: int = 0) -> None:
     """Give an existing directory to ``owner``, and remove the write permission of everybody else.
 
-    ``more`` are bits to add to the directory's mode. Only links created by root are followed. Raises ``HostError``.
+    ``more`` contains additional bits to set in the directory's mode. Only links created by root are followed. Raises
+    ``HostError``.
     """
     with (
         attempting(f"close the directory {path} to others"),
@@ -357,8 +358,8 @@ def _open_made(path: Path, mode: int) -> int:
 
 
 def swap_link(target: Path, link: Path) -> None:
-    """Point ``link`` to ``target`` atomically. If there is a real directory at ``link``, it is removed first, so the
-    change is then not atomic.
+    """Point ``link`` to ``target`` atomically. A real directory at ``link`` is removed first, in which case the change
+    is not atomic.
     """
     with suppress(OSError):  # ``link`` does not exist or is not a link
         if os.readlink(link) == str(target):  # noqa: PTH115 - faster, and called for each package of each job

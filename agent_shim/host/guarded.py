@@ -1,8 +1,8 @@
 """Safe access to files that a job can influence. Root opens, reads, lists or appends to such files only through this
 module.
 
-At any time, a job may create anything in a directory that it can write to: a link to a secret, a pipe without a writer,
-a sparse file of terabytes, a file that grows while it is read. Therefore,
+At any time, a job may create anything in a directory that it can write to, for example a link to a secret, a pipe
+without a writer, a sparse file of terabytes, a file that grows while it is read. Therefore,
 
 * links below a directory given as ``root`` are never followed; elsewhere, links are followed only if the root user
   created them in a directory where no other user can create any;
@@ -125,8 +125,8 @@ def open_file(path: StrPath, root: StrPath | None = None) -> int:
 
 
 def refuse_second_name(found: os.stat_result) -> None:
-    """Raise ``OSError`` for a file owned by root that has more than one hard link. Files of other users may have
-    several.
+    """Raise ``OSError`` if a file belongs to root and has more than one hard link. Files of other users may have
+    several links.
     """
     if found.st_nlink > 1 and found.st_uid == 0 and stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is a file of root with a second hard link")
@@ -144,8 +144,8 @@ def _named(path: StrPath) -> Iterator[None]:
 
 
 def hold(directory: int, name: str) -> int:
-    """Return an ``O_PATH`` descriptor of the entry ``name`` in an open directory, even if it is a link. Nothing is
-    opened or followed.
+    """Return an ``O_PATH`` descriptor of the entry ``name`` in an open directory. If the entry is a link, the
+    descriptor refers to the link itself.
     """
     if "/" in name or name == "..":
         raise OSError(errno.EXDEV, "the path leaves its directory")
@@ -220,8 +220,8 @@ def chunks(descriptor: int, begin: int, end: int) -> Iterator[tuple[int, bytes]]
 def open_log(path: Path, mode: int, *, owner: tuple[int, int] = (-1, -1)) -> int:
     """Open a log for appending. If it does not exist, create it with ``mode`` and ``owner``.
 
-    A file with a second hard link is refused. The owner of an existing file is not changed, because the file may be one
-    of root's that a job has moved here.
+    A file with a second hard link is refused. The owner of an existing file is not changed, because a job may have
+    moved a file that belongs to root to this path.
     """
     with _named(path), held(path.parent) as directory:
         # Retry if the file is removed between these two steps, as a log rotation may do. The number of attempts is

@@ -19,7 +19,7 @@ PROC: Final = Path("/proc")
 
 
 class CpuTimes(msgspec.Struct, frozen=True):
-    """Cumulative CPU time. ``total`` is the available time, used or not."""
+    """Cumulative CPU time. ``total`` is all the time that was available, including idle time."""
 
     user: float
     system: float
@@ -72,7 +72,9 @@ def memory_total() -> int:
 
 
 def load(proc: Path = PROC) -> tuple[float, float, float]:
-    """Return the load averages of the machine over 1, 5 and 15 minutes. Containers do not have load averages."""
+    """Return the load averages of the machine over 1, 5 and 15 minutes. There are no load averages for a single
+    container.
+    """
     one, five, fifteen = (float(field) for field in (proc / "loadavg").read_bytes().split()[:3])
     _require_natural(one, five, fifteen)
     return one, five, fifteen

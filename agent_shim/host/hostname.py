@@ -20,7 +20,7 @@ _VALID: Final = r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,62}[A-Za-z0-9])?"
 
 
 def owner(table: Sequence[mounts.Mount] | None = None) -> str:
-    """Return the reason why the agent must not set the host name, or "".
+    """Return the reason why the agent must not set the host name, or "" if it may.
 
     A runtime that mounts ``/etc/hostname`` has set the host name itself. In the machine's UTS namespace, the agent
     would change the host name of the machine.
@@ -34,7 +34,7 @@ def owner(table: Sequence[mounts.Mount] | None = None) -> str:
 
 def set_host_name(name: str) -> str:
     """Set the host name as the Go agent does (SetupHostname in platform/linux_platform.go). Return "" on success,
-    otherwise the reason for the failure. Blocks.
+    otherwise the reason for the failure. This function blocks.
     """
     if socket.gethostname() == name:
         return ""

@@ -1,4 +1,4 @@
-"""Cgroups that limit the memory and the number of a job's processes, and count OOM kills.
+"""Cgroups that limit the memory and the number of processes of a job, and that count OOM kills.
 
 They are created below our own cgroup or next to it. This module creates the directories. A process joins its cgroups in
 ``host.sandbox_exec``, before it executes the job's program.
@@ -60,7 +60,7 @@ def offered() -> frozenset[str]:
 
 def members_of(name: str) -> list[tuple[int, int]]:
     """Return the living processes in job cgroups with this name and in cgroups nested in them, as pid and start time.
-    Blocks.
+    This function blocks.
 
     This finds the processes that were started by an agent without keepers (0.2.0), which put each program into such a
     cgroup.
@@ -92,7 +92,7 @@ def parent_of_job_cgroups(hierarchy: cgroups.Hierarchy) -> Path:
 
 
 class JobCgroup:
-    """The cgroups of one process of a job, with a ``name`` that is unique on the machine. Blocks."""
+    """The cgroups of one process of a job, with a ``name`` that is unique on the machine. All methods block."""
 
     def __init__(self, name: str) -> None:
         below = f"{_DIRECTORY}/{_escaped(name)}"
@@ -161,7 +161,7 @@ def _below(directory: Path) -> list[Path]:
 
 @functools.cache
 def hierarchies() -> tuple[tuple[str, cgroups.Hierarchy], ...]:
-    """Return the controllers ``memory`` and ``pids``, as far as they are available, each with our hierarchy. The result
+    """Return those of the controllers ``memory`` and ``pids`` that are available, each with its hierarchy. The result
     is cached, because the agent's cgroup does not change while it runs.
     """
     ours = cgroups.find()
@@ -170,12 +170,12 @@ def hierarchies() -> tuple[tuple[str, cgroups.Hierarchy], ...]:
 
 
 def _hand_down(directory: Path, controller: str) -> None:
-    """Enable a controller for the cgroups below a directory (version 2). Raises ``OSError``, also if the directory's
-    cgroup contains processes.
+    """Enable a controller for the cgroups below a directory (version 2). Raises ``OSError`` if this fails or if the
+    directory's cgroup contains processes.
 
-    In that case, the kernel itself would refuse ``memory`` but not ``pids``. With ``pids``, the cgroup would become
-    "domain threaded", and no process could enter the cgroups below it (Documentation/admin-guide/cgroup-v2.rst,
-    "Threads"). Only the root cgroup may contain processes.
+    If it contains processes, the kernel itself would refuse to enable ``memory`` but not ``pids``. With ``pids``, the
+    cgroup would become "domain threaded", and no process could enter the cgroups below it
+    (Documentation/admin-guide/cgroup-v2.rst, "Threads"). Only the root cgroup may contain processes.
     """
     if (kind := _type(directory)) is not None:
         if kind != "domain":

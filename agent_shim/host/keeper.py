@@ -5,7 +5,7 @@ starts.
 belong to its program: all descendants of the keeper. A keeper survives the agent. The next agent finds the keeper's
 socket in a directory that only root (or the agent's user) can enter, and learns whether and how the program ended.
 
-Call all functions on the event loop's thread, except those whose documentation says that they block.
+All functions must be called on the event loop's thread, except those whose docstrings say that they block.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ logger = logging.getLogger(__name__)
 PROGRAM: Final = Path(__file__).with_name("keeper")
 """The executable, which ``hatch_build.py`` compiles from ``keeper.c``."""
 _ADOPTED_SLOT: Final = 1
-"""Slot of the process that was adopted last. Its exit is remembered while no agent is running."""
+"""Slot in which a keeper records the exit of the process that was adopted last, even while no agent is running."""
 _ASKED_SLOT: Final = 16
-"""Slot of the process about which the agent asks after its end. Earlier versions used the slots from 1 upwards."""
+"""Slot for the request with which the agent asks how a process has ended. Earlier versions used the slots from 1
+upwards.
+"""
 START_TIMEOUT_S: Final = 30.0
 """Timeout for executing a program, whose file may be on a dead file server."""
 ANSWER_TIMEOUT_S: Final = 10.0
@@ -61,7 +63,7 @@ _NOT_EXECUTABLE: Final = 8
 
 
 class User(msgspec.Struct, frozen=True):
-    """The user and group of a program. None means that the program keeps that of the agent. With a user, it has no
+    """The user and group of a program, where None stands for the agent's own. If ``uid`` is set, the program has no
     supplementary groups.
     """
 
@@ -98,7 +100,7 @@ class Exit(msgspec.Struct, frozen=True):
 
 
 class StartFailure(msgspec.Struct, frozen=True):
-    """A failed step during the preparation or execution of a program."""
+    """The step at which preparing or executing a program failed."""
 
     step: str
     errno: int
@@ -269,7 +271,7 @@ class Keeper:
         return self.state.is_childless
 
     def processes(self) -> list[proc.Stat]:
-        """Return the living descendants of the keeper. Blocks."""
+        """Return the living descendants of the keeper. This method blocks."""
         return [each for each in proc.below(self.pid).values() if each.is_alive] if self.pid else []
 
     # --- actions ------------------------------------------------------------------------------------------------------
@@ -307,7 +309,7 @@ class Keeper:
         return await self.is_childless_within(KILL_TIMEOUT_S)
 
     async def abandon(self) -> None:
-        """Kill all descendants and release the keeper. This is used if nobody waits for the program any more."""
+        """Kill all descendants and release the keeper. This is used when nobody is waiting for the program any more."""
         try:
             with contextlib.suppress(HostError):
                 await self.end(0)
@@ -315,8 +317,8 @@ class Keeper:
             self.release()
 
     def release(self) -> None:
-        """Let the keeper exit as soon as all its descendants have ended, and disconnect. Afterwards, the exits that it
-        recorded are lost.
+        """Disconnect, and let the keeper exit as soon as all its descendants have exited. The exit statuses that it has
+        recorded are then lost.
         """
         self.is_released = True
         with contextlib.suppress(OSError):
@@ -533,7 +535,8 @@ async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
 
 
 def living(directory: Path) -> list[KeeperState]:
-    """Return the states of the keepers that still have descendants. Blocks for at most a second per keeper.
+    """Return the states of the keepers that still have descendants. This function blocks for at most a second per
+    keeper.
 
     This disconnects any agent from its keepers, because a keeper serves only the latest client.
     """
@@ -548,7 +551,7 @@ def living(directory: Path) -> list[KeeperState]:
 
 
 def release_all(directory: Path) -> None:
-    """Let every keeper exit as soon as it has no descendants, and remove the directory. Blocks."""
+    """Let every keeper exit as soon as it has no descendants, and remove the directory. This function blocks."""
     for name in _names(directory):
         with contextlib.suppress(OSError), _connect(directory / name) as connection:
             connection.send(b"release")
@@ -584,14 +587,14 @@ def label_of(name: str) -> str:
 
 
 def _start_of(name: str) -> int:
-    """Return the clock tick in a socket's name, before which no process of its keeper started."""
+    """Return the clock tick in a socket's name. All processes of the keeper started at that tick or later."""
     named = _NAME.fullmatch(name)
     assert named is not None
     return int(named["ticks"], 16)
 
 
 def _watch(slot: int, identity: tuple[int, int]) -> str:
-    """Return the request to record in a slot how a process ends or has ended."""
+    """Return the request with which a keeper is told to record in a slot how a process ends or has ended."""
     pid, start_ticks = identity
     return f"watch {slot} {pid} {start_ticks * 1000 // clock.TICKS}"
 

@@ -1,8 +1,8 @@
 """The mount table of this process, and the system calls that change it.
 
-Calls raise :class:`HostError` with ``errno`` and a text that names both source and target. What a container allows can
-only be found out by trial (:func:`try_bind`), because neither the uid nor the capabilities reveal the effect of seccomp
-and AppArmor.
+Calls raise :class:`HostError` with ``errno`` and a text that names both source and target. Only a trial
+(:func:`try_bind`) shows whether a container allows mounts, because neither the uid nor the capabilities reveal the
+effect of seccomp and AppArmor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Reads network addresses and listeners, and flushes the neighbour table. No function configures the network."""
+"""Reads network addresses and listeners, and removes entries from the neighbour table. This module does not change the
+network configuration.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,8 @@ def _ipv6(digits: str) -> str:
 
 
 def listeners(port: int) -> set[int]:
-    """Return the users (uids) whose servers accept TCP connections from other machines on ``port``. Blocks.
+    """Return the users (uids) whose servers accept TCP connections from other machines on ``port``. This function
+    blocks.
 
     The kernel lists listening sockets first. The connections that follow are not read, because jobs may have a million.
     """
@@ -152,8 +155,8 @@ def has_address(text: str) -> bool:
 
 
 def is_of_machine() -> bool:
-    """Return True in a container that uses the machine's network. Such a container has a pid namespace of its own, but
-    sees the machine's network devices.
+    """Return True if this is a container that uses the machine's network. Such a container has its own pid namespace
+    but sees the machine's network devices.
     """
     is_contained = Path("/proc/self/ns/pid").stat().st_ino != FIRST_PID_NAMESPACE
     return is_contained and any(Path("/sys/class/net", name, "device").exists() for _, name in socket.if_nameindex())

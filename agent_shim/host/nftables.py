@@ -21,7 +21,7 @@ _TIMEOUT_S: Final = 10.0
 
 
 def is_installed() -> bool:
-    """Return True if the program is installed."""
+    """Return True if ``nft`` is installed."""
     return shutil.which(PROGRAM, path=command.ENVIRONMENT["PATH"]) is not None
 
 

@@ -79,7 +79,7 @@ def change_user(uid: int, gid: int) -> None:
 
 
 def change_owner(directory: Path, uid: int) -> None:
-    """Change the owner of a file."""
+    """Change the owner of a temporary file in ``directory``, then remove the file."""
     path = directory / f"trial-{os.getpid()}"
     path.touch(mode=0o600)
     try:
@@ -89,7 +89,7 @@ def change_owner(directory: Path, uid: int) -> None:
 
 
 def write(directory: Path) -> None:
-    """Create and remove a file."""
+    """Create and remove a file in ``directory``."""
     path = directory / f".trial-{os.getpid()}"
     path.touch(mode=0o600)
     path.unlink()
@@ -101,7 +101,7 @@ def open_for_writing(path: Path) -> None:
 
 
 def listen(host: str, port: int) -> None:
-    """Listen on an address."""
+    """Listen for TCP connections on the IP address ``host`` and ``port``."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -123,12 +123,12 @@ def listen_low() -> None:
 
 
 def open_inotify() -> None:
-    """Open an inotify instance."""
+    """Open an inotify instance and close it again."""
     os.close(_checked(_libc().inotify_init1(os.O_CLOEXEC)))
 
 
 def open_pidfd() -> None:
-    """Open a pidfd."""
+    """Open a pidfd for this process and close it again."""
     os.close(os.pidfd_open(os.getpid()))
 
 

@@ -1,10 +1,11 @@
 """Reads information about other processes from ``/proc``. No other module does this, and this module changes nothing.
 
 There are two kinds of files. ``stat``, ``status`` and ``cgroup`` are short, are written only by the kernel, and take 10
-µs to read. ``cmdline``, ``maps``, ``smaps_rollup`` and the links of descriptors are controlled by the process: it
-decides their length (with PR_SET_MM_MAP, arguments of terabytes need no privilege) and can block their readers (with
-its memory lock, a userfaultfd, or its own FUSE file system). Reading these is limited in bytes and time: a thread reads
-them, and a process that blocks the thread is not read again until that read ends.
+µs to read. ``cmdline``, ``maps``, ``smaps_rollup`` and the links of descriptors are controlled by the process, which
+decides their length (PR_SET_MM_MAP allows arguments of terabytes without any privilege) and can block their readers
+(with its memory lock, a userfaultfd, or its own FUSE file system). Reading them is limited in bytes and time. They are
+read by a thread, and if a process blocks this thread, that process is not read again until the blocked read has
+finished.
 
 A process that is gone, and a file that we may not read, give an empty result. All other errors, such as a lack of
 descriptors, raise ``OSError``, because otherwise a running process would be taken for one that has ended.
@@ -75,7 +76,7 @@ class Stat(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_alive(self) -> bool:
-        """False for a zombie, which only waits to be reaped.
+        """False for a zombie, which has exited and is only waiting to be reaped.
 
         The kernel also shows a process as a zombie if its first thread has ended and others still run. Such a process
         is alive.
@@ -129,7 +130,9 @@ def table() -> dict[int, Stat]:
 
 
 def small_table(limit: int) -> dict[int, Stat] | None:
-    """Read all processes as ``table`` does if there are at most ``limit``; otherwise return None quickly."""
+    """Like ``table``, read all processes if there are at most ``limit``. If there are more, return None without reading
+    any.
+    """
     pids = _numbers("/proc", limit + 1)
     return _stats(map(int, pids)) if len(pids) <= limit else None
 
@@ -165,7 +168,8 @@ def descent(below: Mapping[int, list[int]], roots: Iterable[int]) -> set[int]:
 
 
 def below(root: int) -> dict[int, Stat]:
-    """Read all descendants of a process by pid, zombies included, without looking at other processes. Blocks.
+    """Read all descendants of a process by pid, zombies included, without looking at other processes. This function
+    blocks.
 
     Processes may fork during the search, so some descendants may be missing from the result. If ``root`` is a child
     subreaper, they cannot escape from it, and the next call finds them.
@@ -184,9 +188,10 @@ def below(root: int) -> dict[int, Stat]:
 
 
 def nearest(identity: tuple[int, int], roots: Collection[int]) -> int | None:
-    """Return the first of ``roots``, which are child subreapers, among a process and its ancestors.
+    """Return the pid in ``roots`` that is the given process itself or its nearest ancestor. ``roots`` are pids of child
+    subreapers.
 
-    Return None if there is none or the process is gone. ``identity`` is its pid and start time.
+    Return None if there is no such pid or the process is gone. ``identity`` is the pid and start time of the process.
 
     A parent may exit at any time, and its pid may be reused. The parent's stat line is therefore used only if the child
     still has that parent afterwards, which shows that the line really was the parent's.
@@ -226,12 +231,14 @@ def _children_of(pid: int) -> list[int]:
 
 
 def command_line(pid: int) -> str:
-    """Return the arguments joined with blanks, as monit matches them, or "" for a zombie or kernel thread. Blocks."""
+    """Return the arguments joined with blanks, as monit matches them, or "" for a zombie or kernel thread. This
+    blocks.
+    """
     return command_lines([pid]).get(pid, "")
 
 
 def command_lines(pids: Collection[int]) -> dict[int, str]:
-    """Return the ``command_line`` of many processes, leaving out empty ones. Blocks."""
+    """Return the ``command_line`` of many processes, leaving out empty ones. This function blocks."""
     found = of_each(pids, lambda pid: read(pid, "cmdline", MAX_COMMAND_LINE_BYTES).rstrip(b"\0"))
     return {pid: line.replace(b"\0", b" ").decode(errors="replace") for pid, line in found.items() if line}
 
@@ -248,7 +255,7 @@ def open_files(pid: int) -> int:
 
 def proportional_kb(pid: int) -> int:
     """Return the memory in use, with shared pages divided among their users, or 0 if the kernel does not report it.
-    Blocks.
+    This function blocks.
     """
     found = of_each([pid], lambda pid: read(pid, "smaps_rollup")).get(pid, b"")
     return next((int(line.split()[1]) for line in found.splitlines() if line.startswith(b"Pss:")), 0)
@@ -266,7 +273,7 @@ def uses(pids: Collection[int], is_wanted: Callable[[str], bool], devices: Colle
     process. A file is wanted if ``is_wanted`` accepts its path and its device is one of ``devices``.
 
     For mapped files, only the paths are compared, because the device numbers in ``maps`` may differ from those of
-    ``stat``. Therefore, ``maps`` is read only for processes in our mount namespace. Blocks.
+    ``stat``. Therefore, ``maps`` is read only for processes in our mount namespace. This function blocks.
     """
 
     def of_one(pid: int) -> Iterator[Use]:
@@ -335,8 +342,8 @@ def has_our_root(pid: int) -> bool:
 
 
 def groups(pid: int) -> dict[str, str]:
-    """Return the cgroup paths of a process by controller, as ``/proc/PID/cgroup`` shows them to us. The key of version
-    2 is "".
+    """Return the cgroup paths of a process by controller, as ``/proc/PID/cgroup`` shows them to us. For version 2, the
+    key is "".
     """
     return parse_groups(read(pid, "cgroup").decode(errors="surrogateescape"))
 

@@ -38,7 +38,7 @@ SETPRIV: Final = "/usr/bin/setpriv"
 has its own PATH.
 """
 POLL_S: Final = 0.02
-"""Poll interval for changes that no descriptor reports: the end of a whole process group, or of a process without a
+"""Poll interval for exits that no descriptor reports, namely those of a whole process group and of a process without a
 pidfd.
 """
 KILL_TIMEOUT_S: Final = 10.0
@@ -67,13 +67,13 @@ process.
 
 
 class Parent(Protocol):
-    """The ancestor of a process that is not our child: a keeper (``host.keeper``)."""
+    """The keeper (``host.keeper``) that is an ancestor of a process that is not our child."""
 
     async def status_of(self, identity: tuple[int, int]) -> int | None:
         """Return the status of a process that has ended, as ``Process.wait`` does, or None if it is unknown."""
 
     def processes(self) -> list[proc.Stat]:
-        """List the living descendants. Blocks."""
+        """List the living descendants. This method blocks."""
 
     def adopt(self, pid: int) -> Process | None:
         """Watch another descendant."""
@@ -211,8 +211,8 @@ class Process:
             send(member.identity, sig)
 
     async def _left_of_group(self) -> list[proc.Stat]:
-        """Return the living members of the process group if it is below a keeper, otherwise an empty list. None is
-        missing, because no process can escape from the keeper.
+        """Return the living members of the process group if it is below a keeper, otherwise an empty list. The list is
+        complete, because no process can escape from the keeper.
         """
         if self._parent is None or not self._leads:
             return []
@@ -285,8 +285,8 @@ def spawn(
 ) -> Process:
     """Run a program without a shell, in a new session.
 
-    In the agent's session, it could use the agent's terminal, and it could join the process group of another program
-    and so receive that group's signals.
+    In the agent's session, the program could use the agent's terminal. It could also join the process group of another
+    program and so receive that group's signals.
 
     A stream of None means ``/dev/null``, and a path is opened for appending. ``executable`` is the file to execute if
     it is not ``argv[0]``. ``inherited`` lists additional descriptors, which keep their numbers. Raises ``HostError``
@@ -365,10 +365,10 @@ def ended(identity: tuple[int, int], status: int | None, parent: Parent | None =
 
 
 def default_signals() -> None:
-    """Reset signals that our parent ignored or blocked (nohup, ``&``), because a child that inherits this could not be
-    stopped.
+    """Undo the ignoring and blocking of signals that this process has inherited from its parent (nohup, ``&``), because
+    children that inherited it in turn could not be stopped.
 
-    This process continues to ignore them, but with a handler, which exec resets.
+    This process continues to ignore these signals, but by means of a handler, which exec resets to the default action.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in signal.valid_signals():
@@ -378,7 +378,7 @@ def default_signals() -> None:
 
 
 def on_signal(number: signal.Signals, call: Callable[[], None]) -> None:
-    """Call ``call`` on the running loop after each signal ``number``. Main thread only.
+    """Call ``call`` on the running loop after each signal ``number``. Must be called on the main thread.
 
     The loop's ``add_signal_handler`` would lose a signal while a burst of SIGCHLD fills the loop's buffer.
     """
@@ -392,8 +392,8 @@ def on_signal(number: signal.Signals, call: Callable[[], None]) -> None:
 
 
 _OWN_VARIABLES: Final = ("AGENT_SHIM_", "CREDENTIALS_DIRECTORY", "LISTEN_", "MALLOC_")
-"""Prefixes of environment variables that configure the agent itself, and of those that a service manager sets for the
-agent alone.
+"""Prefixes of the environment variables that configure the agent itself or that a service manager sets only for the
+agent.
 """
 
 
@@ -423,7 +423,7 @@ def disable_core_dumps(*, for_good: bool = False) -> None:
     """Disable core dumps, because they would contain secrets. Jobs inherit the soft limit, as on a stemcell, and may
     raise it.
 
-    With ``for_good`` the hard limit is lowered too, so that no child can raise it.
+    If ``for_good`` is set, the hard limit is lowered too, so that no child can raise the limit again.
     """
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     try:
@@ -436,8 +436,8 @@ def disable_core_dumps(*, for_good: bool = False) -> None:
 def raise_file_limit() -> None:
     """Raise the soft limit on open files. Children get the original limit, as they do from Go programs and from monit.
 
-    If another program changes the agent's limits later, children inherit them, because they are meant for the jobs (as
-    the job `limits` of os-conf does).
+    If another program later changes the agent's limits, as the job ``limits`` of os-conf does, children inherit the new
+    limits, because they are meant for the jobs.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard - 1:
@@ -467,7 +467,7 @@ def _raised(limits: tuple[int, int]) -> tuple[int, int]:
 
 
 def take_name(name: str) -> None:
-    """Set the process name that `ps` and `pgrep` use."""
+    """Set the process name that ``ps`` and ``pgrep`` use."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(name)
 

@@ -30,8 +30,8 @@ Argv: TypeAlias = Callable[[int | None], tuple[list[str], int]]
 
 CHUNK_BYTES: Final = 64 * 1024
 POLL_MS: Final = 200
-"""How often to check whether the program has ended or must be hung up. The terminal does not show the end, because the
-program's children may keep it open.
+"""How often to check whether the program has ended or must be hung up. The terminal does not show that the program has
+ended, because the program's children may keep it open.
 """
 HANG_UP_TIMEOUT_S: Final = 5.0
 """How long the program may run after a hang-up before it gets SIGKILL."""
@@ -102,7 +102,7 @@ def open_pair(root: str) -> tuple[int, int]:
 
 
 def _code(code: int) -> int:
-    """Return an exit code as shells report it."""
+    """Convert an exit code from Python's form to the shell's, in which 128+N stands for signal N."""
     return code if code >= 0 else 128 - code
 
 
@@ -113,7 +113,7 @@ def _time_left(hang_ups: list[float]) -> float:
 
 def _relay(master: int, program: subprocess.Popen[bytes], hang_ups: list[float], *, keys: bool, out: int) -> None:
     """Copy keys and output until the program has ended or the operator's terminal is gone. After a hang-up, which a
-    signal handler adds to ``hang_ups``, tell the program and stop after ``HANG_UP_TIMEOUT_S``.
+    signal handler adds to ``hang_ups``, send the program SIGHUP, and stop copying after ``HANG_UP_TIMEOUT_S`` seconds.
 
     While the program does not read its input, no more keys are read, but its output is still copied.
     """
@@ -175,8 +175,8 @@ def _raw(terminal: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals(terminal: int, master: int, hang_ups: list[float]) -> Iterator[None]:
-    """Within the block, forward changes of the window size. If a signal would otherwise end this process, add the time
-    to ``hang_ups``.
+    """Within the block, forward changes of the window size. Instead of letting a signal terminate this process, add the
+    time of the signal to ``hang_ups``.
     """
 
     def resize(*_: object) -> None:

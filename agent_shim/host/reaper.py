@@ -25,7 +25,8 @@ PR_SET_CHILD_SUBREAPER: Final = 36  # include/uapi/linux/prctl.h
 def reaping() -> Iterator[None]:
     """For the duration of the block, adopt orphans of our descendants and reap every child that exits.
 
-    The exit statuses of watched children are passed to ``host.process``. Main thread only, with a running loop.
+    The exit statuses of watched children are passed to ``host.process``. Must be called on the main thread, with a
+    running event loop.
     """
     loop = asyncio.get_running_loop()
     if not _subreaper(on=True):

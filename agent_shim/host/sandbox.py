@@ -38,7 +38,8 @@ sys.exit(main(sys.argv))"""
 
 
 class Isolation(NamedTuple):
-    """The isolation that is available to bpm.yml processes. ``obstacle`` is the reason why the level is not 1.
+    """The isolation that is available to bpm.yml processes. ``level`` is 1 with namespaces, 2 with Landlock but no
+    namespaces, and 3 with neither. ``obstacle`` is the reason why there are no namespaces, or "" if there are.
 
     ``memory`` and ``processes`` are True if the kernel can enforce these limits, with a cgroup for each process.
     """
@@ -57,7 +58,9 @@ def bind_mount(
 
 
 def exec_spec(argv: Sequence[str], **members: object) -> sandbox_exec.ExecSpec:
-    """Describe the execution of ``argv`` as the current user and unconfined, apart from what ``members`` specify."""
+    """Return a spec that executes ``argv`` as the current user without confinement, except that ``members`` replace
+    these defaults.
+    """
     made: sandbox_exec.ExecSpec = {
         "argv": list(argv),
         "env": {},
@@ -142,7 +145,9 @@ async def isolation() -> Isolation:
 
 
 async def _try_namespaces() -> str:
-    """Run a program that does nothing in new namespaces. Return why this fails, or ""."""
+    """Try to run a program that does nothing in new namespaces. Return the reason why this fails, or "" if it
+    succeeds.
+    """
     if os.geteuid() != 0:
         return "only root can create namespaces"
     binds = [bind_mount(each, run=True) for each in SYSTEM] + [bind_mount("/sys")]

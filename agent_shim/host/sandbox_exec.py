@@ -1,9 +1,9 @@
 """The last steps of a process before it executes a job's program: namespaces, limits, user, capabilities, mounts.
 
 This is a separate program, started with ``sandbox.launcher``, so that the daemon runs none of this code between fork
-and exec. It then executes the job's program, which keeps the pid. An init remains as the program's parent only with
-``has_init``. The argument ``FD`` is a descriptor from which the ``ExecSpec`` is read as a line of JSON. If a step
-fails, it is reported on stderr, the job's program is not run, and the exit code is 127.
+and exec. It then executes the job's program, which keeps the pid. If ``has_init`` is set, an init keeps the pid instead
+and runs the program as its child. The argument ``FD`` is a descriptor from which the ``ExecSpec`` is read as a line of
+JSON. If a step fails, it is reported on stderr, the job's program is not run, and the exit code is 127.
 
 With a ``gate``, descriptor 0 is a socket. The peer receives the pid (as text) if it differs from that of this program,
 or the reason for a failure, and sends one byte to let the program run. If the peer closes the socket, this process
@@ -166,8 +166,8 @@ def _describe(exc: OSError) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Read and execute a spec. Returns an exit code, but only on failure or, with ``enter``, after the program has
-    exited.
+    """Read and execute a spec. Returns only on failure or, if the spec contains ``enter``, after the program has
+    exited. The return value is an exit code.
     """
     descriptor = int(arguments[1])
     spec, is_open = _read(descriptor)
@@ -366,7 +366,7 @@ def make_shared(path: str) -> None:
 
 
 def _unescaped(field: bytes) -> str:
-    """Decode a path of mountinfo, where blanks and some other characters are octal escapes."""
+    """Decode a path in mountinfo, where blanks and some other characters are written as octal escapes."""
     head, *rest = field.split(b"\\")
     return os.fsdecode(head + b"".join(bytes([int(part[:3], 8)]) + part[3:] for part in rest))
 
@@ -495,7 +495,7 @@ def _mask() -> None:
 
 
 def _make_point(path: str, *, is_directory: bool) -> None:
-    """Create a mount point."""
+    """Create a directory or an empty file at ``path`` as a mount point."""
     os.makedirs(path if is_directory else os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
     if not is_directory and not os.path.exists(path):  # noqa: PTH110
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644))

@@ -22,7 +22,7 @@ BEATS: Final = 3
 
 class Notifier(msgspec.Struct, frozen=True):
     """Client of the systemd socket at ``address`` ("" for none). ``patience`` is systemd's watchdog timeout in seconds,
-    or 0.
+    or 0 if systemd does not watch this process.
     """
 
     address: str = ""

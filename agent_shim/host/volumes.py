@@ -1,8 +1,8 @@
 """Makes volumes visible at a second path in addition to the path at which the container runtime has mounted them. This
 uses a bind mount or, where bind mounts are forbidden, a link.
 
-The volume itself, its mount and its propagation are never changed. Only mounts and links that were created here are
-removed. Everything blocks. Failures raise ``HostError`` with ``errno``.
+The volume itself, its mount and its propagation are never changed. Only mounts and links that this module created are
+removed. All functions block. Failures raise ``HostError`` with ``errno``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def is_there(path: Path) -> bool:
 
 
 def shows(place: Path, volume: Path) -> bool:
-    """Return True if both paths are the same directory."""
+    """Return True if the two paths lead to the same directory."""
     try:
         return place.samefile(volume)
     except OSError:
@@ -145,7 +145,7 @@ def flags_to_set(place: Path, like: Path, more: Collection[str], table: Sequence
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """A user of a volume. ``pid`` is 0 for the kernel itself (a mount, a loop device)."""
+    """A process, mount or loop device that keeps a volume in use. ``pid`` is 0 unless it is a process."""
 
     pid: int
     start_ticks: int

@@ -47,8 +47,8 @@ def reading(service: str, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watching(feed: Callable[[], None], period: float = 0.0) -> Iterator[None]:
-    """Watch the running loop for the duration of the block. Call ``feed`` every ``period`` seconds (0: any interval),
-    even while the loop is blocked.
+    """Watch the running loop for the duration of the block. Call ``feed`` at least every ``period`` seconds (or at any
+    interval if this is 0), even while the loop is blocked.
     """
     loop, ident, over, beats = asyncio.get_running_loop(), threading.get_ident(), threading.Event(), 0
     beat_s = min(period or BEAT_S, BEAT_S)
