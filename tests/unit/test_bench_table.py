@@ -127,7 +127,9 @@ def test_benchmark_table_lists_the_boot_steps_as_root() -> None:
 
 
 def test_readme_has_the_figures_of_the_benchmark_page() -> None:
-    """The README must show the same figures as the page. A benchmark run that includes the Go agent updates both."""
+    """The README must show the same figures as docs/performance.md. A benchmark run that includes the Go agent updates
+    both.
+    """
     page = table.PAGE.read_text()
 
     assert re.search(r"^\\| figure .*\\| Go agent [^|]*\\|$", page, re.MULTILINE)

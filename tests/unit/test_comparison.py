@@ -160,7 +160,7 @@ def test_missing_monit_alert_for_a_dependant_with_an_empty_pidfile_is_a_known_de
 ) -> None:
     """monit may restart the dependant together with its prerequisite before it has reported the empty pidfile.
 
-    This happens with cf-redis-broker in shared-redis-release.
+    For example, this happens with cf-redis-broker in shared-redis-release.
     """
     alert = "web - Does not exist - restart"
     monit = MONIT.replace("  if failed host 127", "  depends on web-health\n  if failed host 127")
@@ -174,7 +174,7 @@ def test_missing_monit_alert_for_a_dependant_with_an_empty_pidfile_is_a_known_de
 def test_comparison_accepts_a_process_that_reports_its_start_in_the_next_phase(
     tmp_path: Path, begun: int, kind: str
 ) -> None:
-    """On a busy machine, this happens with coredns in paas-observability-release. A second process is a difference."""
+    """On a busy machine, coredns in paas-observability-release does this. A second process counts as a difference."""
     lives = [1.0, "lives", "server"]
     worlds = [
         {"error": "", "phases": [phase("start"), phase("start after stop", events=first), phase("drain", events=then)]}
@@ -221,7 +221,7 @@ def test_comparison_reports_a_missing_alert_after_a_slow_start(tmp_path: Path) -
 def test_service_still_failing_under_monit_after_a_slow_start_is_a_known_deviation(
     tmp_path: Path,
 ) -> None:
-    """This happens with nginx in artifactory-bosh-release. Without an alert, the failure is a difference."""
+    """This happens with nginx in artifactory-bosh-release. Without an alert, the failure counts as a difference."""
     failed = {"job_states": ["failing"], "states": {"web": ["failing"]}}
     alert, up = {"alerts": ["web - Execution failed - alert"]}, {"states": {"web": ["running"]}}
 
@@ -230,7 +230,7 @@ def test_service_still_failing_under_monit_after_a_slow_start_is_a_known_deviati
 
 
 def test_comparison_allows_a_slow_stop_program_to_kill_the_next_process_under_monit(tmp_path: Path) -> None:
-    """This happens with proxy in docker-registry-boshrelease.
+    """For example, this happens with proxy in docker-registry-boshrelease.
 
     If both stops took equally long, the signal counts as a difference.
     """
@@ -446,9 +446,9 @@ def test_each_defect_injected_into_the_comparison_applies_and_compiles(tmp_path:
 
 
 def test_comparison_accepts_any_final_state_of_a_restart_loop(tmp_path: Path) -> None:
-    """This happens with redis in rackapp-boshrelease.
+    """For example, redis in rackapp-boshrelease is in a restart loop.
 
-    A process that is down without an alert of the rule is a difference.
+    A process that is down without an alert from the rule counts as a difference.
     """
     restarted = {"alerts": ["web - Connection failed - restart"]}
     dead, alive = phase("port closed", services={"web": False}), phase("port closed", **restarted)
@@ -458,7 +458,7 @@ def test_comparison_accepts_any_final_state_of_a_restart_loop(tmp_path: Path) ->
 
 
 def test_comparison_allows_a_memory_rule_to_restart_a_service_more_often(tmp_path: Path) -> None:
-    """This happens with nats in nats-release. A rule that triggers under only one of the agents is a difference."""
+    """This happens with nats in nats-release. A rule that triggers under only one agent counts as a difference."""
     alert, lives = "web - Resource limit matched - restart", [1.0, "lives", "server"]
     go = phase("usage", alerts=[alert], events=[lives], job_states=["failing"])
     shim = phase("usage", alerts=[alert] * 3, events=[lives] * 3, job_states=["failing", "starting"])
@@ -481,9 +481,9 @@ def test_comparison_accepts_a_tool_that_runs_one_phase_later(tmp_path: Path) -> 
 
 
 def test_comparison_accepts_a_stop_program_that_continues_until_the_next_start(tmp_path: Path) -> None:
-    """An example is loggr-system-metrics-agent in system-metrics-release.
+    """The stop program of loggr-system-metrics-agent in system-metrics-release is an example.
 
-    Its stop program runs killall four more times after the process has ended, and monit does not wait for that.
+    It runs killall four more times after the process has ended, and monit does not wait for that.
     """
     tool, plan = [[1.0, "tool", "killall"]], planned(tmp_path, job())
     names = ("update: stop", "update: post-stop", "update: apply")
@@ -497,8 +497,8 @@ def test_comparison_accepts_a_stop_program_that_continues_until_the_next_start(t
 
 
 async def test_comparison_records_a_drain_until_no_service_is_monitored() -> None:
-    """Examples are ossec-agent in ossec-boshrelease and other jobs with many services: the Go agent answers a drain
-    before monit has handled all requests.
+    """In jobs with many services, such as ossec-agent in ossec-boshrelease, the Go agent answers a drain before monit
+    has handled all requests.
     """
     states = ["running", "running", "unknown", "unknown"]
 

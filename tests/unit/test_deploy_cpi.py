@@ -23,7 +23,7 @@ OPERATIONS = ("cpi.yml", "cpi-secondary.yml", "cloud-config-cpi.yml")
 
 
 def read(name: str) -> Any:
-    """Return the parsed file. Each variable is replaced by its name, in which hyphens replace underscores."""
+    """Return the parsed file. Each variable is replaced by its name, with hyphens instead of underscores."""
     return yaml.safe_load(re.sub(r"\(\((\w+)\)\)", lambda found: found[1].replace("_", "-"), (BOSH / name).read_text()))
 
 

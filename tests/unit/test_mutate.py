@@ -1,4 +1,4 @@
-"""Mutants. Each is a small change that alters a module's behaviour but leaves it valid Python."""
+"""Mutants: small changes that alter a module's behaviour but leave it valid Python."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def test_mutation_of_a_line_executed_at_import_is_marked() -> None:
 
 
 def test_mutation_table_counts_by_module_and_stage() -> None:
-    """A stage tries the mutants that no earlier stage has noticed. A mutant without a result counts as not tried."""
+    """Each stage tries only the mutants that no earlier stage has noticed. A mutant without a result counts as not
+    tried.
+    """
     unit, integration, _ = mutate.STAGES
     ones = list(mutants("x.py", MODULE))[:5]
     outcomes = ["noticed", "survived", "unreached", "not tried"]

@@ -94,7 +94,7 @@ def test_dashboard_panels_have_titles_and_do_not_overlap() -> None:
 
 
 def test_dashboard_can_be_limited_to_a_deployment() -> None:
-    """The choice of instances depends on the chosen deployment and group, and every panel shows only the chosen
+    """The list of instances depends on the chosen deployment and group, and every panel shows only the chosen
     instances.
     """
     board = json.loads((DEPLOY / "grafana/agent-shim.json").read_text())

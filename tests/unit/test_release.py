@@ -15,7 +15,7 @@ CHANGELOG = "# Changelog\n\nAll.\n\n## Unreleased\n\n- new\n\n## 0.2.0\n\nFirst.
 
 
 def test_release_with_unreleased_changes_is_rejected() -> None:
-    """A release without its own section is rejected, too.
+    """A release without its own changelog section is rejected as well.
 
     The notes of a development build say that it is not a release.
     """

@@ -38,7 +38,7 @@ def row(played: str, verdict: str = "held") -> Row:
 def test_scorecard_keeps_the_date_of_the_last_full_run_of_a_case(
     before: str, now: str, played: str, figures: str
 ) -> None:
-    """The figures are those of the last reduced run, if there is one, because anyone can rerun such a case."""
+    """The figures are those of the last reduced run, if there is one, because anyone can repeat such a run."""
     one = row(now).beside(row(before))
 
     assert (one.played, one.figures) == (played, f"figures of {figures}")
@@ -120,7 +120,7 @@ def report(outcome: str, why: str = "") -> Any:
 
 
 def test_failed_scorecard_row_names_only_the_broken_invariant() -> None:
-    """Other figures are left out, because they could contain the text by which a saboteur is recognized."""
+    """Other figures are left out, because they could happen to contain the text by which a saboteur is recognized."""
     case, figures, omitted = Case("C-01", "kills", "20 of 100"), ["0 jobs restarted"], {"I2": "all are killed"}
 
     broken = row_of(

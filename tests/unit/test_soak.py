@@ -10,8 +10,9 @@ HOUR = 3600
 
 
 def record(growth: float = 0.0, descriptors: int = 0) -> Record:
-    """Return a one-hour record with a heartbeat every 30 s, during which memory grows by ``growth`` bytes and the
-    number of open descriptors by ``descriptors``.
+    """Return a one-hour record with a heartbeat every 30 s.
+
+    Over the hour, memory grows by ``growth`` bytes, and the number of open descriptors by ``descriptors``.
     """
     found = Record(begun_at=1000.0, until=1000.0 + HOUR)
     for second in range(0, HOUR, 5):

@@ -111,7 +111,7 @@ async def test_excess_polls_are_answered_immediately(tmp_path: Path) -> None:
 
 
 async def test_task_arguments_are_released_when_the_task_ends(tasks: Tasks) -> None:
-    """A finished task must not keep its arguments in memory, because they may contain secrets and use a megabyte."""
+    """A finished task must not keep its arguments in memory, because they may contain secrets or take up a megabyte."""
 
     class Arguments:
         async def work(self) -> str:
@@ -244,9 +244,9 @@ async def test_task_that_repeatedly_kills_its_agent_fails(tmp_path: Path) -> Non
 
 
 async def test_task_journal_writes_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow write must not overwrite a later one.
+    """A slow write of the journal must not overwrite a later one.
 
-    Otherwise a task id that the Director got in a reply could be missing from the file.
+    Otherwise a task id that the Director has already received could be missing from the file.
     """
     journal = tmp_path / "tasks.json"
     write, is_slow = files.write_atomic, threading.Event()
@@ -307,7 +307,9 @@ async def test_stored_task_with_an_unreadable_request_is_dropped(tmp_path: Path)
 
 
 async def test_full_task_queue_rejects_requests(tasks: Tasks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many tasks may be queued behind a long errand. Tasks of the agent itself are always queued."""
+    """While a long errand runs, only a limited number of requests may wait behind it. Tasks that the agent itself
+    submits are always queued.
+    """
     monkeypatch.setattr("agent_shim.actions.tasks.MAX_WAITING", 2)
     gate = asyncio.Event()
     tasks.submit("run_errand", gate.wait)

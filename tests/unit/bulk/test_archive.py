@@ -1,4 +1,4 @@
-"""Unpacking archives: a valid one gives the same tree as with GNU tar, and a hostile one leaves no files behind."""
+"""Unpacking archives: a valid archive gives the same tree as with GNU tar, and a hostile one leaves no files behind."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ END = bytes(1024)
 
 
 def zipped(data: bytes) -> bytes:
-    """Compress with gzip, without a timestamp, so that the bytes are reproducible."""
+    """Return the data compressed with gzip. The header has no timestamp, so the result is reproducible."""
     return gzip.compress(data, mtime=0)
 
 
 def member(name: str, data: bytes = b"", **fields: Any) -> bytes:
-    """Return an archive member with a header and padded data."""
+    """Return the bytes of an archive member: a header with the given ``fields``, followed by the padded data."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
     for key, value in fields.items():
@@ -51,7 +51,7 @@ def pax(records: bytes, kind: bytes = tarfile.XHDTYPE) -> bytes:
 
 
 def record(key: str, value: str) -> bytes:
-    """Return a pax record. Its length includes the digits of the length itself."""
+    """Return a pax record. Its length field also counts its own digits."""
     rest = f" {key}={value}\n".encode()
     length = len(rest)
     while len(str(length)) + len(rest) != length:
@@ -76,8 +76,9 @@ Entry = tuple[int, int, int, object]
 
 
 def listing(tree: Path, *, times: bool = True) -> dict[str, Entry]:
-    """Return the mode, mtime in seconds (0 without ``times``), number of hard links (for files) and content of each
-    path.
+    """Return the mode, modification time, number of hard links and content of each path in the tree.
+
+    The time is in whole seconds, or 0 without ``times``. Links are counted only for files.
     """
     found: dict[str, Entry] = {}
     for path in [tree, *tree.rglob("*")]:
@@ -300,7 +301,9 @@ def with_size(size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
 
 
 def with_number(at: int, width: int, number: int, kind: bytes = tarfile.REGTYPE) -> bytes:
-    """Return the header of a file ``a`` with a base-256 number in one of the fields."""
+    """Return the header of a file ``a`` in which the ``width`` bytes at offset ``at`` hold ``number`` as a base-256
+    field.
+    """
     info = tarfile.TarInfo("a")
     info.type = kind
     block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
@@ -384,8 +387,8 @@ def test_out_of_range_mode_in_an_archive_is_reduced_to_twelve_bits(tmp_path: Pat
 @pytest.mark.parametrize("kind", ["check", "length", "cut", "cut before the check", "garbage"])
 @pytest.mark.parametrize("padding", [0, 100_000])
 def test_damaged_end_of_gzip_data_is_detected(tmp_path: Path, kind: str, padding: int) -> None:
-    """The checksum at the end of the gzip data must be verified, although the last member of the archive ends before
-    it.
+    """The checksum at the end of the gzip data must be verified, although the last archive member has been unpacked by
+    then.
     """
     packed = bytearray(zipped(member("a", b"x") + END + bytes(padding)))
     match kind:
@@ -417,7 +420,7 @@ def test_hostile_archive_is_rejected_and_leaves_nothing(
 ) -> None:
     """The error names the member and the reason.
 
-    Nothing outside the target directory is changed, and the target directory is removed.
+    Nothing outside the target directory is changed, and the partly filled target directory is removed.
     """
     monkeypatch.setattr(archive, "MAX_BYTES", 70_000)
     packed, text = HOSTILE[name]
@@ -503,7 +506,7 @@ def base_archives() -> list[bytes]:
 def test_mutated_archive_is_either_rejected_or_unpacked(
     tmp_path_factory: pytest.TempPathFactory, which: int, changes: list[tuple[int, int]]
 ) -> None:
-    """No change of an archive causes an error other than ``ArchiveError``, or a change outside the target directory."""
+    """Mutated archives never cause an error other than ``ArchiveError``, or a change outside the target directory."""
     data = bytearray(base_archives()[which])
     for place, value in changes:
         data[place % len(data)] = value

@@ -27,7 +27,7 @@ def archives(directory: Path) -> dict[str, bytes]:
 
 
 def test_rotation_keeps_the_configured_number_of_archives(tmp_path: Path) -> None:
-    """Archive 1 is the newest. An archive after a gap in the numbers is not touched."""
+    """Archive 1 is the newest. An archive is left alone if there is a gap in the numbers before it."""
     (tmp_path / "a.log.9.gz").write_bytes(gzip.compress(b"kept"))
     for number in range(5):
         (tmp_path / "a.log").write_bytes(b"%d" % number)
@@ -44,7 +44,7 @@ def test_rotation_keeps_the_configured_number_of_archives(tmp_path: Path) -> Non
 
 
 def test_rotated_archive_has_the_owner_and_mode_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At no time can anybody but the owner of the log read the archive. The setuid bit is not copied."""
+    """The archive is at no time readable by anybody but the owner of the log. The setuid bit is not copied."""
     (tmp_path / "a.log").write_bytes(b"x")
     (tmp_path / "a.log").chmod(0o4640)
     given: list[tuple[int, int, int]] = []
@@ -93,7 +93,7 @@ def test_archive_size_limit_is_shared_by_all_data_ranges_of_a_sparse_log(tmp_pat
 
 
 def test_rotation_counts_a_dangling_symlink_as_an_archive(tmp_path: Path) -> None:
-    """If the symlink were ignored, it would prevent every later archive from getting its name."""
+    """If the symlink were ignored, it would keep its name, and no later archive could be renamed to it."""
     (tmp_path / "a.log.1.gz").symlink_to("nowhere")
     (tmp_path / "a.log").write_bytes(b"new")
 

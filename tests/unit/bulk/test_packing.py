@@ -1,4 +1,4 @@
-"""Packing: archives are reproducible, and changing or hostile files do no harm."""
+"""Packing: archives are reproducible, and files that change during packing or are hostile do no harm."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def packed(*trees: Tree, compressed: bool = True, remarks: str = "") -> bytes:
 
 
 def logs(root: Path, *patterns: str) -> bytes:
-    """Pack a live tree, which means that its files may change while they are packed."""
+    """Pack the logs in ``root`` as a live tree, whose files may change while they are packed."""
     return packed(Tree(str(root), patterns=list(patterns or ["**/*"])), remarks="remarks")
 
 
@@ -51,7 +51,7 @@ def before_reading(monkeypatch: pytest.MonkeyPatch, name: str, happen: Callable[
 
 
 def after_seeing_the_size(monkeypatch: pytest.MonkeyPatch, size: int, happen: Callable[[], object]) -> None:
-    """Call ``happen`` once, just after the size of a file has been read and is equal to ``size``."""
+    """Call ``happen`` once, just after ``fstat`` has reported a file of ``size`` bytes."""
     honest = os.fstat
     left = [happen]
 
@@ -85,7 +85,7 @@ def make(root: Path, names: Iterable[str]) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Return a tree like a compiled package, with all kinds of entries."""
+    """Create a tree that resembles a compiled package and contains every kind of entry."""
     tree = tmp_path / "tree"
     make(tree, ["bin/run", "lib/b", "lib/a", "long/" + "n" * 120])
     (tree / "bin" / "run").chmod(0o755)
@@ -131,7 +131,7 @@ def test_packing_the_same_tree_gives_the_same_bytes(tmp_path: Path, tree: Path) 
 
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a log that is packed in many chunks."""
+    """Create a directory with a log so large that it is packed in many chunks."""
     large = tmp_path / "large"
     large.mkdir()
     lines = (f"{number} {hashlib.sha512(b'%d' % number).hexdigest()}\n" for number in range(10_000))
@@ -159,7 +159,7 @@ def test_archive_is_independent_of_the_number_of_processors(
 
 
 def test_full_disk_ends_packing(large: Path) -> None:
-    """Chunks that are waiting to be compressed or written are dropped, and no thread is left."""
+    """Chunks that are waiting to be compressed or written are dropped, and all compression threads exit."""
 
     class Full(io.BytesIO):
         def write(self, data: Any, /) -> int:
@@ -218,7 +218,7 @@ def test_hard_links_to_root_owned_files_are_not_packed(tmp_path: Path) -> None:
 
 
 def test_compiled_package_entries_have_the_owner_name_root(tmp_path: Path) -> None:
-    """Entries of logs have numeric owners too, but no owner names."""
+    """By contrast, log entries have numeric owners but no owner names."""
     make(tmp_path, ["a"])
     (tmp_path / "out").symlink_to("/")
 
@@ -312,7 +312,7 @@ def test_fifos_and_sockets_are_not_packed(tmp_path: Path) -> None:
     ],
 )
 def test_packing_patterns_select_files(tmp_path: Path, pattern: str, found: list[str]) -> None:
-    """``**`` spans directories, dotfiles are included, and a directory means everything in it."""
+    """``**`` spans directories, dotfiles are included, and a pattern for a directory selects everything in it."""
     make(tmp_path, ["a.log", "b/c.log", "b/c.log.1", "b/d/.e.log", "b/d/f.txt", "g[1]/h.log"])
 
     assert list(entries(packed(Tree(str(tmp_path), patterns=[pattern])))) == [f"./{name}" for name in found]
@@ -407,7 +407,9 @@ def test_new_file_with_a_reused_inode_is_packed(tmp_path: Path, monkeypatch: pyt
 def test_growth_of_a_log_during_packing_is_noted_in_the_remarks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The archive contains the file with the size that it had when it was opened, and the remarks mention the rest."""
+    """The archive contains the bytes that the file had when it was opened. The remarks say how many bytes were written
+    after that.
+    """
     (tmp_path / "a").write_bytes(b"x" * 600)
 
     def grow() -> None:
@@ -424,7 +426,7 @@ def test_growth_of_a_log_during_packing_is_noted_in_the_remarks(
 def test_truncation_of_a_log_during_packing_is_noted_in_the_remarks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The missing part is filled with zeros, so that the archive stays valid, and mentioned in the remarks."""
+    """The missing part is filled with zeros, so that the archive stays valid. The remarks mention this."""
     (tmp_path / "a").write_bytes(b"x" * 600)
     after_seeing_the_size(monkeypatch, 600, lambda: os.truncate(tmp_path / "a", 5))
     data = logs(tmp_path)
@@ -438,7 +440,7 @@ def test_truncation_of_a_log_during_packing_is_noted_in_the_remarks(
 def test_log_on_a_failing_disk_is_filled_with_zeros_and_noted_in_the_remarks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a tree that is not live, the read error makes packing fail, because a package must be complete."""
+    """If the tree is not live, the read error makes packing fail, because a package must be complete."""
     make(tmp_path, ["a", "b"])
     honest = os.pread
 
@@ -462,7 +464,7 @@ def test_log_on_a_failing_disk_is_filled_with_zeros_and_noted_in_the_remarks(
 def test_packing_notes_files_without_read_permission_in_the_remarks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a tree that is not live, such a file makes packing fail."""
+    """If the tree is not live, a file without read permission makes packing fail."""
     make(tmp_path, ["logs/a", "logs/closed/b", "logs/c", "shut/x"])
     monkeypatch.chdir(tmp_path)
     closed = [tmp_path / "logs" / "c", tmp_path / "logs" / "closed", tmp_path / "shut"]
@@ -574,7 +576,7 @@ def test_sparse_log_is_packed_without_its_holes(tmp_path: Path) -> None:
 
 @pytest.mark.attack("a job passes a setuid program to whoever unpacks its logs")
 def test_setuid_bits_and_owner_names_of_logs_are_not_packed(tmp_path: Path) -> None:
-    """If root unpacked a setuid file with owner 0, any user could run the job's program as root."""
+    """Otherwise, if root unpacked the logs, any user could run a setuid program of the job as root."""
     (tmp_path / "evil.log").write_text("#!/bin/sh")
     (tmp_path / "evil.log").chmod(0o6755)
     if os.geteuid() == 0:
@@ -589,7 +591,7 @@ def test_setuid_bits_and_owner_names_of_logs_are_not_packed(tmp_path: Path) -> N
 
 
 def test_job_with_too_many_files_does_not_exclude_other_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The remarks list the files that were left out."""
+    """The remarks list the files of the job that were left out."""
     monkeypatch.setattr(packing, "MAX_JOB_ENTRIES", 10)
     make(tmp_path, [f"evil/deep/{number}.log" for number in range(30)] + ["good/x.log"])
 

@@ -1,4 +1,4 @@
-"""How a proxy is chosen by Go's rules. The transfer tests cover the trusted CAs."""
+"""Tests which proxy is chosen by Go's rules. ``integration/test_transfer.py`` tests the trusted CAs."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_check_error_names_the_file_and_the_position(
 
 
 def test_check_has_an_exit_code_for_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The exit code for an error in the content of another file takes precedence."""
+    """If another file has invalid content, the exit code for that error takes precedence."""
     assert main(["check", str(tmp_path / "monit")]) == 66
     assert "No such file" in capsys.readouterr().err
     (tmp_path / "agent.json").write_text("{")
@@ -128,7 +128,7 @@ def test_check_reports_all_errors_of_a_file_at_once(tmp_path: Path, capsys: pyte
 
 
 def test_check_rejects_a_jobs_own_directories_as_volumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``check`` rejects the same volumes as the agent. It takes the job's name from the directory of the bpm.yml."""
+    """``check`` rejects the same volumes as the agent. It takes the job's name from the path of the bpm.yml."""
     file = tmp_path / "web/config/bpm.yml"
     file.parent.mkdir(parents=True)
     file.write_text("processes:\n- {name: a, executable: b, additional_volumes: [{path: /var/vcap/store/web}]}")
@@ -281,7 +281,7 @@ def test_check_of_a_valid_agent_json_says_what_the_agent_will_do(
 def test_check_rejects_a_misspelt_program_statement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, said: str
 ) -> None:
-    """monit accepts most of these files, and would run a program called ``progam``."""
+    """monit accepts most of these files. For example, it would run a program called ``progam``."""
     (tmp_path / "monit").write_text(f"check process web with pidfile /x\n{line}\n")
 
     assert main(["check", str(tmp_path / "monit")]) == 78

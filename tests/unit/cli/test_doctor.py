@@ -24,8 +24,9 @@ FEW = frozenset({*NEEDED, *USEFUL})
 
 
 def found(topic: str, base: Path, settings: dict[str, object] | None = None, *, index: int = 0) -> Finding:
-    """Run the doctor's probe for ``topic`` on a directory tree with these settings. Return the finding at ``index``, or
-    the last one for the topic ``clock``.
+    """Run the doctor's probe for ``topic`` on a directory tree with these settings.
+
+    Return the finding at ``index``, or always the last one for the topic ``clock``.
     """
     document = json.dumps({"agent_id": "a", **(settings or {})}).encode()
     known = Effective(parse(document, origin="x"), UpdateSettings())

@@ -43,7 +43,7 @@ def as_another_user() -> Iterator[None]:
 
 
 def run(*words: str) -> int:
-    """Run a command and return its exit code, which may also be that of a usage error."""
+    """Run a command and return its exit code, even if argparse exits because of a usage error."""
     try:
         return commands.main(words)
     except SystemExit as ended:
@@ -90,7 +90,7 @@ def test_handback_of_a_base_directory_without_an_agent_creates_no_file(
 def test_command_error_names_unreadable_files(
     tree: Path, capfdbinary: pytest.CaptureFixture[bytes], words: tuple[str, ...], closed: str, said: str
 ) -> None:
-    """The command prints no traceback, and does not exit with 0 after showing only some of the logs."""
+    """The command prints no traceback. It also must not exit with 0 if it could show only some of the logs."""
     for above in (tree, *tree.parents[:3]):
         above.chmod(above.stat().st_mode | 0o755)
     (tree / closed).chmod(0)

@@ -16,7 +16,7 @@ from agent_shim.core.errors import ConfigError
 
 
 def parts(**group: Any) -> kubernetes.ObjectInputs:
-    """Return the input for a group with these members."""
+    """Return the inputs from which the Kubernetes objects of an instance group with these members are made."""
     return kubernetes.ObjectInputs(
         deployment="My shop!",
         group=msgspec.convert({"name": "web", **group}, Group),
@@ -30,7 +30,9 @@ def parts(**group: Any) -> kubernetes.ObjectInputs:
 
 
 def written(where: Path, made: kubernetes.ObjectInputs) -> dict[str, Any]:
-    """Return the objects in the files that the kustomization lists, by kind and name."""
+    """Write the objects to ``where``. Return those in the files that the kustomization lists, with ``KIND/NAME`` as
+    keys.
+    """
     kubernetes.write(made, where)
     names = yaml.safe_load((where / "kustomization.yaml").read_text())["resources"]
     documents = [document for name in names for document in yaml.safe_load_all((where / name).read_text())]

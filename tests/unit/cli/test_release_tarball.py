@@ -1,4 +1,4 @@
-"""release.MF, and the layout of a compiled release, as the Go agent reads and writes them."""
+"""Reads and writes release.MF and compiled release tarballs in the Go agent's format."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def test_invalid_release_manifest_is_rejected(raw: bytes) -> None:
 
 
 def test_compiled_release_manifest_has_the_same_members_as_the_go_agents() -> None:
-    """The members are in the Go agent's order. A text that a YAML parser could read as a number is quoted."""
+    """The members are in the same order as in the Go agent's manifest. Text that a YAML parser could read as a number
+    is quoted.
+    """
     manifest = ReleaseManifest("a", "1.10", "12e34", license=License("l", "l", "l"), packages=[source("p")])
     compiled = release_tarball.compiled_manifest(manifest, [CompiledPackage("p", "1", "1", "5", "debian-x/1", ["q"])])
     raw = release_tarball.render_manifest(compiled)
@@ -183,7 +185,9 @@ REST = [("license.tgz", b"license"), ("LICENSE", b"free")]
 def test_compiled_packages_replace_the_sources_in_the_release(
     tmp_path: Path, packages: list[tuple[str, bytes | None]]
 ) -> None:
-    """The tarball may lack an entry for ``packages`` itself. All files have mode 0644, owner root and timestamp 0."""
+    """The original tarball may lack an entry for ``packages`` itself. All files in the new one have mode 0644, owner
+    root and timestamp 0.
+    """
     before = [("release.MF", b"name: a"), ("jobs/", None), ("jobs/web.tgz", b"web")]
     path = tarball(tmp_path / "r.tgz", *before, *packages, *REST)
     (tmp_path / "blob").write_bytes(b"compiled")

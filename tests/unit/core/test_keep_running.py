@@ -34,7 +34,7 @@ def failing(times: int, then: asyncio.Event) -> Callable[[], Awaitable[None]]:
 
 @pytest.mark.parametrize(("times", "is_vital"), [(20, False), (keep_running.MAX_FAILURES, True)])
 async def test_failed_root_task_is_restarted_and_counted(times: int, is_vital: bool) -> None:
-    """A vital task may fail only ``MAX_FAILURES`` times, and any other task any number of times."""
+    """A vital task may fail only ``MAX_FAILURES`` times. Any other task may fail any number of times."""
     lasts = asyncio.Event()
     working = asyncio.create_task(keep_running.run_forever("watch", failing(times, lasts), is_vital=is_vital))
     async with asyncio.timeout(10):

@@ -29,7 +29,7 @@ def root_logger() -> Iterator[None]:
 
 @pytest.fixture
 def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """Return a function that sets up logging, with a file in place of stderr, and returns the path of that file."""
+    """Return a function that sets up logging with a file in place of stderr, and returns the path of this file."""
     with (tmp_path / "stderr").open("w") as stream:
 
         def begin(**options: Any) -> Path:
@@ -74,7 +74,7 @@ def test_log_line_has_level_logger_and_message_in_both_formats(form: str, setup:
 
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_extra_fields_are_logged_in_both_formats(form: str, setup: Callable[..., Path]) -> None:
-    """Whatever the fields contain, the log line has no line break and no secret."""
+    """The log line contains no line break and no secret, whatever the fields contain."""
     stderr = setup(form=form)
 
     members = {"method": "a\nb", "seconds": 0.5, "error": "GET https://h/b?sig=abc failed"}
@@ -96,7 +96,7 @@ def test_extra_fields_are_logged_in_both_formats(form: str, setup: Callable[...,
 @pytest.mark.attack("text of a job forges lines of the agent's log, of alerts or of an archive's remarks")
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_log_escapes_line_ends_and_terminal_sequences(form: str, setup: Callable[..., Path]) -> None:
-    """All line separators, and both characters that start escape sequences, are escaped, also in tracebacks."""
+    """All line separators and both characters that start escape sequences are escaped, even in tracebacks."""
     stderr = setup(form=form)
 
     hostile = "a\n2026-01-01 ERROR forged\r\x1b[2J\x9b2J\u2028b\x85c"
@@ -146,7 +146,7 @@ def log_message(text: str) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path, setup: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the path where ``bosh logs --agent`` expects the log."""
+    """Set up logging to the file in which ``bosh logs --agent`` expects the log, and return its path."""
     monkeypatch.setattr(log, "LARGEST", 1000)
     setup(form="text", file=tmp_path / "log" / "current")
     return tmp_path / "log" / "current"

@@ -131,7 +131,7 @@ def since(seconds: float) -> dict[str, str]:
 
 @pytest.mark.parametrize(("document", "stored", "winner"), [(60, 120, "document"), (120, 60, "stored")])
 def test_newer_of_two_bus_certificates_is_used(document: int, stored: int, winner: str) -> None:
-    """A certificate in the CPI's Secret may be newer or older than one that the Director has rotated.
+    """The certificate in the CPI's Secret may be older or newer than the one that the Director has sent in a rotation.
 
     The key and the CA always come from the same source as the certificate.
     """
@@ -153,7 +153,9 @@ def test_stored_bus_certificate_is_preferred_to_one_of_the_same_age() -> None:
 
 
 def test_all_known_credentials_are_tried_on_the_bus() -> None:
-    """The current credentials are tried first. Those from the CPI are tried with the CPI's addresses."""
+    """The current credentials are tried first. The credentials from the CPI are also tried with the addresses from the
+    CPI.
+    """
     source = parsed(env={"bosh": {"mbus": {"cert": since(60), "urls": ["nats://old:1"]}}})
     found = effective(source, mbus={"cert": since(120), "urls": ["nats://new:2"]})
     known = found.known_mbus
@@ -270,7 +272,7 @@ def test_invalid_tmpfs_size_is_replaced_with_the_default(given: str, size: str) 
     ],
 )
 def test_invalid_bus_address_is_rejected(mbus: str, is_good: bool) -> None:
-    """An HTTPS URL may have no host, because the agent's own server may listen on all addresses."""
+    """An HTTPS address may have no host, because the agent itself listens there and may do so on all addresses."""
     found = settings.Effective(parsed(mbus=mbus), settings.UpdateSettings())
 
     with contextlib.nullcontext() if is_good else pytest.raises(SettingsError, match=r"\$\.mbus"):

@@ -101,7 +101,9 @@ def test_lenient_member_of_a_wrong_type_is_ignored_and_reported() -> None:
 
 @pytest.mark.parametrize("begin", [b'"', b"[" * 500 + b'"', b'{"a":"'], ids=["text", "deep", "member"])
 def test_unterminated_megabyte_string_is_rejected_quickly(begin: bytes) -> None:
-    """The end of the string must not be searched for again after each escaped quote, because that would take hours."""
+    """The parser must not search for the end of the string again after each escaped quote, because that would take
+    hours.
+    """
     with pytest.raises(wire.RequestError):
         wire.decode_request(begin + b'\\"' * 500_000)
 

@@ -1,4 +1,4 @@
-"""The validity periods of certificates, compared with the results of another parser."""
+"""Validity periods of certificates, compared with those that another parser finds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_invalid_certificate_raises_value_error(pem: str) -> None:
 
 
 def test_truncated_certificate_raises_value_error() -> None:
-    """The certificate is cut off at many different bytes."""
+    """The certificate is truncated at many different positions."""
     import base64
 
     body = pki.Authority().agent("a1").certificate.split("-----")[2]
@@ -64,8 +64,6 @@ def test_all_certificates_of_a_bundle_are_read_in_order() -> None:
 
 
 def test_megabyte_of_unterminated_certificates_is_read_quickly() -> None:
-    """The end of a certificate must not be searched for separately for each beginning, because that would take
-    hours.
-    """
+    """The parser must not search for the end of a certificate anew at each beginning, because that would take hours."""
     assert x509.validities("-----BEGIN CERTIFICATE-----" * 40_000) == []
     assert len(list(x509.blocks("-----BEGIN CERTIFICATE-----" * 40_000 + "-----END CERTIFICATE-----"))) == 1

@@ -1,4 +1,4 @@
-"""The directories that the boot creates, the leftovers that it removes, and the steps that run late."""
+"""Boot: the directories that it creates, the leftovers that it removes, and the steps that run late."""
 
 from __future__ import annotations
 
@@ -102,8 +102,9 @@ async def test_boot_removes_leftovers_of_a_killed_agent(tmp_path: Path) -> None:
 
 
 async def test_agent_without_root_clears_memory_oom_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container whose user is not root, the runtime may have given the cgroup to this user. Otherwise, the step
-    must report what an out-of-memory kill does.
+    """In a container whose user is not root, the runtime may have given the cgroup to this user.
+
+    If the agent cannot write to the cgroup, the boot step must report what an out-of-memory kill does.
     """
     group = tmp_path / "cgroup/memory.oom.group"
     group.parent.mkdir()

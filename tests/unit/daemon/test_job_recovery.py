@@ -81,7 +81,7 @@ async def _work() -> Any:
 async def test_request_that_changes_jobs_cancels_the_pre_start_of_a_recovery(
     recovering: RecoveringAgent, method: str
 ) -> None:
-    """Such a request must not wait for a pre-start that may hang."""
+    """Requests such as a stop must not wait for a pre-start that may hang."""
     task = recovering.tasks.submit(method, _work)
 
     async with asyncio.timeout(20):

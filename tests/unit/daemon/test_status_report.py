@@ -214,8 +214,8 @@ def test_readiness_lists_jobs_that_are_failing(tmp_path: Path) -> None:
 
 
 def test_readiness_does_not_read_process_figures(tmp_path: Path) -> None:
-    """Reading process figures takes a scan of all processes, which anyone with access to the endpoint could request at
-    will.
+    """Process figures require a scan of all processes. Anyone who can reach the endpoint could otherwise cause any
+    number of such scans.
     """
     made = live(tmp_path)
     cast("Any", made.agent).supervisor = SimpleNamespace(job_state=lambda: "running")

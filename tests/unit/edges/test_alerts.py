@@ -67,7 +67,7 @@ def test_s8_recoveries_send_no_alert(event: str) -> None:
 
 
 def test_s8_alert_message_matches_the_go_agent() -> None:
-    """Addresses are sorted as text, the event keeps its case, and the time is in whole seconds."""
+    """Addresses are sorted as text, the event name keeps its case, and the time is in whole seconds."""
     told = protocol.message("alert")
     ips = ["192.168.7.9", "10.0.0.5"]
     message = json.loads(alert_of("nats", "Does not exist", "restart", told["summary"], ips, 1306076861.7) or b"")
@@ -176,7 +176,7 @@ async def test_dropping_an_alert_that_is_being_sent_does_not_drop_another(monkey
 
 
 async def test_repeated_alert_is_sent_once_within_the_quiet_time() -> None:
-    """Repetitions are counted but not sent. An alert about another process or event is sent."""
+    """Repetitions are counted but not sent. An alert about another process or another event is sent."""
     bus = SwitchedBus()
     async with sending(bus) as queue:
         for _ in range(50):

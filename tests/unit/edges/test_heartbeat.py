@@ -60,7 +60,7 @@ class HeartbeatParts:
 
 @asynccontextmanager
 async def beating(world: HeartbeatParts, **bounds: float) -> AsyncIterator[Heartbeat[int]]:
-    """Send heartbeats for the duration of the block. ``bounds`` replace the agent's time limits."""
+    """Send heartbeats for the duration of the block. ``bounds`` override the agent's periods and time limits."""
     heart = Heartbeat(world.collect, world.compose, world.publish, **bounds)
     running = asyncio.create_task(heart.run())
     try:
@@ -76,7 +76,9 @@ BEGUN_AT = 1000.0
 
 
 class SkippingSelector(selectors.DefaultSelector):
-    """A selector that advances its clock instead of waiting, so that an hour takes a moment and times are exact."""
+    """A selector that advances its clock instead of waiting, so that an hour passes in a moment and all times are
+    exact.
+    """
 
     now = BEGUN_AT
 
@@ -99,8 +101,8 @@ def run_without_waiting(play: Coroutine[Any, Any, None], monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("slowness", [0.0, 0.5, 0.999, 1.5, 29.5, 31.5, 100.0, 3600.0])
 def test_s7_heartbeats_keep_a_fixed_schedule(monkeypatch: pytest.MonkeyPatch, slowness: float) -> None:
-    """In an hour, 120 heartbeats are sent, each at most 1 s after its multiple of 30 s, however long measuring
-    takes.
+    """In an hour, 120 heartbeats are sent. Each is at most 1 s later than a multiple of 30 s, however long the
+    measurements take.
     """
     world = HeartbeatParts()
     world.slowness = slowness

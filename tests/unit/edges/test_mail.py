@@ -23,7 +23,7 @@ def lines(**options: object) -> list[str]:
 
 
 def test_mail_follows_the_format_in_a_stemcells_control_file() -> None:
-    """A line break in a job's output must not add a line to the mail."""
+    """A line break in a job's output must not add a line to the headers or the body of the mail."""
     found = lines(mail_format=FORMAT)
     head, body = found[: found.index("")], found[found.index("") + 1 :]
 

@@ -25,7 +25,7 @@ from tests.support import metrics_page
 
 
 def service(name: str, state: str = "running", pid: int = 12, mem_kb: int = 0, **members: Any) -> ServiceInfo:
-    """Return a service with a process."""
+    """Return the information about a service of kind ``process``."""
     some: dict[str, Any] = {
         "job": "",
         "kind": "process",
@@ -222,7 +222,7 @@ def test_actions_are_counted_by_outcome_and_timed_by_method() -> None:
 
 
 def test_unknown_methods_share_a_single_metric_series() -> None:
-    """All unknown methods and outcomes share the label ``other``, so a client cannot create series."""
+    """All unknown methods and outcomes share the label ``other``, so that clients cannot create unlimited series."""
     made = Metrics(Readings, ["ping"])
     for number in range(1000):
         made.action_done(f"invented_{number}", f"odd_{number}", 0.001)
@@ -242,7 +242,7 @@ def test_process_name_cannot_corrupt_the_metrics_page(name: str) -> None:
 
 
 def test_metrics_page_is_cached_for_a_second() -> None:
-    """Ten scrapes at the same time cause a single reading."""
+    """Ten simultaneous scrapes cause the values to be read only once."""
     clock, taken = Clock(), []
 
     def read() -> Readings:

@@ -1,6 +1,6 @@
 """Checks that no test in this directory leaks file descriptors.
 
-Descriptors are plain numbers here, so the garbage collector does not close them.
+The code under test handles descriptors as plain numbers, so the garbage collector would not close a leaked one.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ async def test_blocking_call_returns_results_and_raises_errors() -> None:
 
 
 async def test_hanging_call_ends_at_its_timeout_and_delays_only_its_owner() -> None:
-    """Repeated calls of an owner occupy only one thread while the first one hangs."""
+    """While a call hangs, further calls by the same owner do not occupy another thread."""
     gate = threading.Event()
     before = set(threading.enumerate())
     try:
@@ -69,7 +69,7 @@ def no_thread(_self: threading.Thread) -> None:
 async def test_call_whose_thread_cannot_start_raises_an_os_error_and_does_not_block_later_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Callers handle this error like any other ``OSError``."""
+    """Callers can handle the error like any other ``OSError``."""
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_thread)
         with pytest.raises(OSError, match="can't start new thread"):
@@ -81,7 +81,7 @@ async def test_call_whose_thread_cannot_start_raises_an_os_error_and_does_not_bl
 
 
 def test_thread_pool_starts_all_threads_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Creating a pool does not fail if no thread can be started."""
+    """The pool needs no new threads for later calls. If no thread can be started, creating a pool still succeeds."""
     threads = blocking.pool(3)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_thread)
@@ -91,7 +91,7 @@ def test_thread_pool_starts_all_threads_in_advance(monkeypatch: pytest.MonkeyPat
 
 
 def test_thread_pool_works_with_the_threads_that_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls run in the threads that did start."""
+    """If only two of three threads could be started, calls run in those two."""
     start, left = threading.Thread.start, ["one", "two"]
 
     def started(thread: threading.Thread) -> None:

@@ -21,7 +21,7 @@ DOCKER = (
 
 
 def test_capabilities_are_read_from_the_status_file() -> None:
-    """The mask is that of Docker's default capabilities."""
+    """The status file has the capability mask of a container with Docker's default capabilities."""
     assert capabilities.parse_status(STATUS) == Privileges(
         effective=frozenset(DOCKER.split()),
         no_new_privs=True,

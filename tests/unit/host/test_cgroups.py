@@ -102,7 +102,7 @@ def test_container_memory_is_unknown_without_a_limit_below_the_machines_memory(t
 
 
 def test_container_with_unlimited_swap_reports_the_machines_swap(tmp_path: Path) -> None:
-    """The value ``max`` means that the container may use all of the machine's swap. If the swap files do not exist, the
+    """With the value ``max``, the container may use all of the machine's swap. If the swap files do not exist, the
     container has no swap.
     """
     write(tmp_path, {"memory.max": MIB, "memory.current": 5})
@@ -131,7 +131,7 @@ def test_cpu_quota_is_read_from_cgroup_v1(tmp_path: Path) -> None:
 
 
 def test_lowest_cpu_quota_applies(tmp_path: Path) -> None:
-    """Usage is read from the level with that quota, even in version 1, where usage is in another hierarchy."""
+    """Usage is read at the level that has the lowest quota, even in version 1, where usage is in another hierarchy."""
     for level, quota, used in [("", 80000, 9), ("pod", 20000, 5), ("pod/agent", -1, 1)]:
         write(tmp_path / "cpu" / level, {"cpu.cfs_quota_us": quota, "cpu.cfs_period_us": 100000})
         write(tmp_path / "cpuacct" / level, {"cpuacct.usage_user": used * 10**9, "cpuacct.usage_sys": 0})
@@ -266,7 +266,7 @@ def test_cgroup_of_this_machine_can_be_read() -> None:
 
 
 def test_cpu_time_is_reported_without_a_quota(tmp_path: Path) -> None:
-    """Without a quota, CPU time is read from the process's own level, otherwise from the level that has the quota."""
+    """CPU time is read at the level that has a quota or, if there is none, at the process's own level."""
     write(tmp_path / "pod", {"cpu.max": "max 100000", "cpu.stat": "user_usec 3000000\nsystem_usec 1000000"})
     write(tmp_path, {"cpu.stat": "user_usec 9000000\nsystem_usec 9000000"})
 

@@ -39,7 +39,7 @@ def test_uptime_counts_whole_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_process_start_times_are_measured_with_the_boot_time_clock() -> None:
-    """On the clock that counts from boot, the test's own process started less than a day ago and not in the future."""
+    """According to the boot-time clock, the test process started less than a day ago and not in the future."""
     own = proc.stat(os.getpid())
     assert own is not None
 
@@ -48,5 +48,5 @@ def test_process_start_times_are_measured_with_the_boot_time_clock() -> None:
 
 
 def test_wall_time_of_the_current_tick_is_the_current_time() -> None:
-    """The error of the conversion is little more than a tick."""
+    """The converted time may be off by little more than a tick."""
     assert abs(clock.wall_time_of(clock.boot_ticks()) - time.time()) < 0.1

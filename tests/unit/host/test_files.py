@@ -157,7 +157,7 @@ def test_own_file_is_not_read_or_written_through_a_symlink_out_of_its_directory(
 
 
 def test_own_file_is_read_through_one_symlink_but_not_through_a_second(tmp_path: Path) -> None:
-    """The agent creates such a symlink for a file that it keeps on a tmpfs below the same directory."""
+    """The agent creates such a symlink for a file that it keeps on a tmpfs in the same directory tree."""
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/state").write_bytes(b"kept")
     (tmp_path / "state").symlink_to("memory/state")
@@ -203,8 +203,8 @@ def test_directory_is_created_through_own_symlinks(tmp_path: Path) -> None:
 def test_directory_is_not_created_through_symlinks_of_other_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user who can write to a directory can create a symlink to any place there, so a symlink of an untrusted user is
-    an error.
+    """A user who can write to a directory could put a symlink to any place there, so symlinks of untrusted users are
+    rejected.
     """
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
@@ -249,7 +249,7 @@ def test_chown_changes_only_what_differs(tmp_path: Path, owner: str, ids: tuple[
 
 @pytest.mark.root
 def test_chown_without_the_capability_keeps_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without CAP_CHOWN, a requested owner is ignored, so the agent can still write the file."""
+    """Without CAP_CHOWN, a requested owner is ignored, so that the agent can still write the file."""
     monkeypatch.setattr(capabilities, "privileges", lambda: SimpleNamespace(effective=frozenset()))
     files.can_chown.cache_clear()
     try:
@@ -349,7 +349,9 @@ def test_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
 
 
 def test_read_only_tree_is_removed() -> None:
-    """An example is a Go module cache. Unlike root, an ordinary user must change the modes before removing the tree."""
+    """Go module caches are read-only, for example. An ordinary user, unlike root, has to change the modes before
+    removing such a tree.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch, "tree")
         directories = [tree / "a/b/c", tree / "a/b", tree / "a", tree]
@@ -364,7 +366,7 @@ def test_read_only_tree_is_removed() -> None:
 
 
 def test_temporary_files_are_recognized_by_their_names(tmp_path: Path) -> None:
-    """The names allow the agent to remove the unfinished files of a killed agent when it boots."""
+    """A booting agent recognizes the unfinished files of a killed agent by their names, and removes them."""
     path = tmp_path / "a"
     found = files.sibling(path)
 

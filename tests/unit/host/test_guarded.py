@@ -157,7 +157,9 @@ def test_guarded_error_escapes_file_names(tree: Path) -> None:
 
 
 def test_guarded_read_follows_own_symlinks(tree: Path) -> None:
-    """An example is ``/var/vcap/sys``. Symlinks below a given root directory are not followed."""
+    """The path may lead through symlinks that the agent trusts, such as ``/var/vcap/sys``. Symlinks below a given root
+    directory are not followed.
+    """
     assert guarded.read(tree / "dir-link" / "b" / "file", 100) == b"inside"
     assert guarded.read(tree / "up" / "secret", 100) == b"secret"
     with pytest.raises(OSError, match="cannot open file-link"):
@@ -226,7 +228,9 @@ def test_guarded_read_rejects_irregular_files(tmp_path: Path, what: str) -> None
 
 
 def test_guarded_open_does_not_wait_for_a_file_lease(tmp_path: Path) -> None:
-    """Unless a flag prevents it, the kernel blocks an open for up to 45 seconds while another process has a lease."""
+    """While another process has a lease on the file, the kernel would block an open for up to 45 seconds, unless a flag
+    prevents it.
+    """
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel sends this signal to the process with the lease
     path = tmp_path / "x.log"
     path.write_bytes(b"text")
@@ -254,7 +258,7 @@ def test_guarded_read_has_a_size_limit(tmp_path: Path) -> None:
     assert guarded.read(path, 1000) == guarded.tail(path, 2000) == b"x" * 1000
 
 
-def test_data_search_skips_holes_in_sparse_files(tmp_path: Path) -> None:
+def test_guarded_data_search_skips_holes_in_sparse_files(tmp_path: Path) -> None:
     path = tmp_path / "sparse"
     with path.open("wb") as file:
         for number in range(6):
@@ -271,8 +275,8 @@ def test_data_search_skips_holes_in_sparse_files(tmp_path: Path) -> None:
         assert list(guarded.segments(file.fileno(), 8 << 20, 1 << 24)) == []  # a hole up to the end of the file
 
 
-def test_data_search_stops_at_the_requested_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log may grow while it is read."""
+def test_guarded_data_search_stops_at_the_requested_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log may grow while it is read, so the search must not continue beyond the requested end."""
     (tmp_path / "log").write_bytes(b"x" * 100)
     looks = 0
     look = os.lseek

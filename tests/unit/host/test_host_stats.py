@@ -23,9 +23,9 @@ SwapFree:         450 kB
 
 
 def test_cpu_times_are_parsed(tmp_path: Path) -> None:
-    """User time includes nice.
+    """User time includes the time of processes with a positive niceness.
 
-    The total includes steal but not guest time, which the kernel also counts as user time.
+    The total includes steal time but not guest time, because the kernel counts guest time as user time as well.
     """
     (tmp_path / "stat").write_text(STAT)
     times = host_stats.cpu_times(tmp_path)

@@ -14,7 +14,7 @@ from agent_shim.host import cgroups, job_cgroups, proc
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Simulate an agent's cgroup that delegates controllers."""
+    """Create a directory that looks like an agent's cgroup with delegated controllers."""
     for directory in (tmp_path, tmp_path / "agent_shim"):
         directory.mkdir(exist_ok=True)
         (directory / "cgroup.subtree_control").write_text("cpu memory" if directory == tmp_path else "")
@@ -163,7 +163,9 @@ def _make_cgroup(path: Path, *args: Any, **options: Any) -> None:
 def test_job_cgroups_are_created_next_to_the_agents_cgroup_if_delegated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, marked: bool, beside: bool
 ) -> None:
-    """systemd marks a cgroup in which a unit may create others. A cgroup without the mark is left unchanged."""
+    """systemd marks a cgroup if the unit may create further cgroups there. In a cgroup without the mark, nothing is
+    created.
+    """
 
     def mark(path: Path, name: str) -> bytes:
         if path == tmp_path and marked and name == "user.delegate":

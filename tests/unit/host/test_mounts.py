@@ -75,7 +75,7 @@ def test_network_file_system_is_not_local(monkeypatch: pytest.MonkeyPatch, kind:
 
 
 def test_path_without_a_mount_is_not_local(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a namespace whose root is not reachable, a path may have no mount."""
+    """In a mount namespace whose root is not reachable, a path may have no mount."""
     monkeypatch.setattr(mounts, "mounts", list)
 
     assert not mounts.is_local(Path("/vol"))

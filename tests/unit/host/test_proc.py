@@ -60,7 +60,7 @@ def test_command_line_is_joined_with_spaces() -> None:
 
 @pytest.mark.parametrize("read", [proc.stat, proc.below, proc.command_line, lambda _: proc.table()])
 def test_reading_a_process_fails_if_no_descriptor_is_free(read: Callable[[int], object]) -> None:
-    """An empty result would mean that the process has ended."""
+    """The caller would take an empty result to mean that the process has exited."""
     with descriptors.none_free(), pytest.raises(OSError, match="Too many open files"):
         read(os.getpid())
 
@@ -83,7 +83,7 @@ def test_descendants_of_a_process_are_found(parents: Mapping[int, int], roots: l
 
 
 def test_incarnation_is_stable_for_the_lifetime_of_the_container() -> None:
-    """The incarnation begins with the kernel's boot id."""
+    """The incarnation does not change between two reads, and begins with the kernel's boot id."""
     assert proc.incarnation() == proc.incarnation()
     assert proc.incarnation().startswith(Path("/proc/sys/kernel/random/boot_id").read_text().strip() + "/")
 
@@ -157,7 +157,7 @@ def test_cgroup_path_may_contain_colons_and_carriage_returns() -> None:
 
 
 def test_all_processes_are_read_even_if_reading_them_exceeds_the_timeout_for_one() -> None:
-    """On a busy machine, reading hundreds of processes takes longer than the timeout for one of them."""
+    """On a busy machine, reading hundreds of processes takes longer than the time allowed for reading a single one."""
 
     def work(pid: int) -> int:
         time.sleep(1.2 * proc.READ_TIMEOUT_S / 20)

@@ -18,7 +18,7 @@ LEADER = proc.Stat(4_000_010, "S", 1, 4_000_010, 10, 0, 1000, 0)
 
 @pytest.fixture
 async def leader(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Process]:
-    """A running group leader that is identified only by its pid and start time, without a pidfd."""
+    """Provide a running group leader without a pidfd, which is identified only by its pid and start time."""
     monkeypatch.setattr(proc, "stat", lambda pid: LEADER if pid == LEADER.pid else None)
     made = Process(LEADER, None, leads=True)
     yield made
@@ -49,7 +49,9 @@ async def test_process_without_a_pidfd_is_identified_by_its_start_time(
 
 
 def test_adopting_a_process_with_another_start_time_leaks_no_descriptor() -> None:
-    """The agent repeatedly checks the pid in an outdated pidfile. The fixture in conftest.py detects a leak."""
+    """The agent repeatedly tries to adopt the process named in an outdated pidfile. The fixture in conftest.py detects
+    a leak.
+    """
     us = proc.stat(os.getpid())
     assert us is not None
     assert process.adopt(us.pid, us.start_ticks + 1) is None
@@ -57,8 +59,8 @@ def test_adopting_a_process_with_another_start_time_leaks_no_descriptor() -> Non
 
 
 def test_core_limit_of_an_ordinary_user_without_core_files_stays_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit must not be raised to one byte, which also disables core dumps to a pipe but would exceed this user's
-    hard limit.
+    """A core limit of one byte would disable core dumps to a pipe as well, but an ordinary user whose hard limit is
+    zero cannot set it.
     """
     limits = [(0, 0)]
 

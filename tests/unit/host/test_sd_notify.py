@@ -89,7 +89,7 @@ def test_systemd_variables_are_removed_from_the_environment(given: dict[str, str
 def test_notifying_an_unresponsive_systemd_does_not_block(
     systemd: socket.socket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The watchdog thread sends the notifications, and could not end a blocked agent if it were blocked itself."""
+    """The watchdog thread sends the notifications. If it were blocked, it could not end a blocked agent."""
     notifier = Notifier(systemd.getsockname())
     for _ in range(10_000):
         if caplog.records:

@@ -44,7 +44,7 @@ def status(mode: int, owner: int) -> os.stat_result:
 def test_trusted_path_follows_only_symlinks_owned_by_root_or_its_own_user(
     monkeypatch: pytest.MonkeyPatch, us: int, owner: int, of_directory: int, mode: int, is_followed: bool
 ) -> None:
-    """A symlink that root owns is followed only if no other user can have moved it to its directory."""
+    """A symlink that root owns is followed only if no other user could have moved it into its directory."""
     monkeypatch.setattr(os, "geteuid", lambda: us)
     monkeypatch.setattr(user_namespace, "is_inside", lambda: False)
     link, directory = status(stat.S_IFLNK | 0o777, owner), status(stat.S_IFDIR | mode, of_directory)
@@ -73,7 +73,9 @@ def test_trusted_path_limits_the_number_of_symlinks_like_the_kernel(tmp_path: Pa
 
 
 def test_trusted_path_reports_a_root_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The failure must not close a descriptor twice, because its number may already belong to another thread."""
+    """When the open fails, no descriptor may be closed twice, because another thread may have got the same number in
+    the meantime.
+    """
     (tmp_path / "link").symlink_to("/etc")
     opened = os.open
 

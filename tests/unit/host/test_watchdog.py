@@ -99,7 +99,9 @@ async def test_watchdog_timer_is_rearmed_until_the_watch_ends() -> None:
 async def test_watchdog_timer_is_cancelled_with_the_watch(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop may recover and end its watch before the watchdog thread has noticed the recovery."""
+    """The loop may recover, and the block with the watchdog may end, before the watchdog thread has noticed the
+    recovery.
+    """
     called_off: list[None] = []
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: called_off.append(None))
     with watching(lambda: None, PERIOD_S):

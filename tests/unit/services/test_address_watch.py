@@ -46,7 +46,7 @@ MANUAL = {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0"}
 def test_expected_addresses_come_from_settings_and_spec(
     known: dict[str, Any], applied: dict[str, Any], addresses: dict[str, str]
 ) -> None:
-    """Static addresses are in the settings, and all addresses are in the spec, which may be malformed.
+    """Static addresses come from the settings. The spec, which may be malformed, lists all addresses.
 
     Floating addresses (type ``vip``) are not expected on an interface.
     """

@@ -34,7 +34,9 @@ def agent(begin: float, end: float) -> str:
 def test_certificate_is_near_expiry_within_a_month_or_a_fifth_of_its_validity(
     valid: tuple[float, float], is_near: bool
 ) -> None:
-    """The credentials of a new VM are valid for only an hour, so a limit of a month would cause a permanent warning."""
+    """The credentials of a new VM are valid for only an hour, so a fixed limit of a month would cause a permanent
+    warning.
+    """
     expiry = CertificateWatch(lambda: {"client": agent(*valid)})
     expiry.look()
 

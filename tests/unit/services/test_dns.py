@@ -102,7 +102,7 @@ async def test_sync_dns_succeeds_if_the_hosts_file_cannot_be_written(
 
 
 async def test_sync_dns_fails_if_the_records_cannot_be_written(dns: Dns, paths: Paths) -> None:
-    """The error prevents the Director from concluding that the instance has this version of the records."""
+    """Without an error, the Director would assume that the instance has this version of the records."""
     paths.instance.write_text("in the way")
 
     with pytest.raises(ActionError, match=r"^saving local DNS state: cannot make the directory .*instance: "):
@@ -121,7 +121,7 @@ async def test_dns_records_in_an_unknown_format_are_stored_for_bosh_dns(dns: Dns
 
 
 async def test_concurrent_dns_syncs_fetch_once(dns: Dns) -> None:
-    """The second sync uses the records that the first has fetched, no matter which sync action each of them serves."""
+    """The second sync uses the records that the first has fetched, even if the syncs belong to different actions."""
     first, second = CountingBlobstore(blob()), CountingBlobstore(blob())
     await asyncio.gather(dns.sync(3, first, agent_id=AGENT), dns.sync(3, second, agent_id=AGENT))
 
@@ -161,7 +161,9 @@ async def test_hosts_file_keeps_the_containers_own_line(dns: Dns, paths: Paths) 
 
 
 async def test_hosts_file_maps_an_agent_id_that_is_the_host_name_to_loopback_only(dns: Dns, paths: Paths) -> None:
-    """The container runtime's line for the host name is dropped, so that only the loopback addresses remain."""
+    """If the host name is the agent id, the container runtime's line for it is dropped, so that only the loopback
+    addresses remain.
+    """
     paths.etc.mkdir()
     (paths.etc / "hosts").write_text(f"10.9.9.9 {socket.gethostname()}\n")
     await dns.sync(3, CountingBlobstore(blob()), agent_id=socket.gethostname())
@@ -282,7 +284,7 @@ async def test_mounted_hosts_file_is_extended_and_keeps_its_lines(
 async def test_dns_sync_keeps_localhost_and_the_host_name(
     dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This also holds if the container's host name is itself ``localhost``."""
+    """The container's host name may itself be ``localhost``."""
     for name in ("web-0", "localhost"):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
         await dns.sync(3, CountingBlobstore(blob(3)), agent_id=AGENT)

@@ -1,4 +1,6 @@
-"""The text of the packet filter rules, and when none are installed. ``root/test_firewall.py`` tests their effect."""
+"""The text of the packet filter rules, and the cases in which no rules are installed. ``root/test_firewall.py`` tests
+the effect of the rules.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,7 @@ async def bus_answers(_: float) -> bool:
 
 @pytest.fixture
 def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replace nftables, and return a list that contains the text of the installed rules. The list is empty if no rules
-    are installed.
-    """
+    """Replace nftables with a list, which contains the text of the installed rules and is empty without rules."""
     found: list[str] = []
 
     async def replace(text: str) -> None:
@@ -45,7 +45,7 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 async def obstacle(firewall: Firewall) -> str:
-    """Run one pass of the watch, and return the obstacle that it found."""
+    """Let the firewall's watch run once, and return the obstacle that it reports."""
     firewall.due.set()
     watching = asyncio.create_task(firewall.watch())
     await until(lambda: not firewall.due.is_set())

@@ -35,13 +35,13 @@ def test_bosh_dns_name_server_stays_first() -> None:
 
 
 def test_resolv_conf_with_all_name_servers_is_unchanged() -> None:
-    """A job may have added its own name server, as in the first line, without a marker."""
+    """A job may have put its own name server first without adding a marker to the line."""
     before = "nameserver 169.254.0.2\nnameserver 192.0.2.1 \nsearch x\n"
 
     assert resolv_conf(before, ["192.0.2.1"]) == before
 
 
-def test_resolvectl_replacement_uses_the_same_marker() -> None:
+def test_resolvectl_replacement_uses_the_agents_marker_for_the_bosh_dns_name_server() -> None:
     stand_in = ROOT / "stemcell_overlay/rootfs/opt/agent_shim/stand-ins/resolvectl"
 
     assert f"mark='{FIRST}'" in stand_in.read_text()
@@ -49,7 +49,7 @@ def test_resolvectl_replacement_uses_the_same_marker() -> None:
 
 @pytest.fixture
 def etc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Redirect the files of this boot step to an empty directory, so that systemd seems not to be installed."""
+    """Redirect all files of this boot step to an empty directory, in which systemd is not installed."""
     monkeypatch.setattr(resolver, "RESOLV_CONF", tmp_path / "resolv.conf")
     monkeypatch.setattr(resolver, "RESOLVED_DROP_IN", tmp_path / "resolved.conf.d/10-bosh.conf")
     monkeypatch.setattr(resolver, "SYSTEMD", tmp_path / "systemd")

@@ -1,4 +1,4 @@
-"""Settings on disk: waiting for them, rereading them, and storing updates."""
+"""Settings on disk: how the agent waits for them, rereads them, and stores updates."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ async def test_settings_change_is_reported_even_if_an_action_reads_it_first(file
 
 
 async def test_settings_reader_does_not_undo_a_concurrent_update(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watch may read the old files while a task stores an update, which must not be lost."""
+    """The settings watch may read the old files while a task stores an update. The update must not be lost."""
     files.write()
     await files.store.wait()
     read, is_stored, has_read = host_files.read, threading.Event(), threading.Event()

@@ -49,7 +49,7 @@ def reset_root(paths: Paths) -> None:
 
 @pytest.fixture
 def restart(monkeypatch: pytest.MonkeyPatch) -> Restart:
-    """Return a function that simulates another container, in which pids have a new meaning."""
+    """Return a function that simulates a new container, in which each pid may belong to another process."""
     number = 0
 
     def begin_anew() -> None:
@@ -119,7 +119,7 @@ async def test_state_backup_is_complete_when_update_returns(paths: Paths) -> Non
 
 
 async def test_state_backup_does_not_copy_unchanged_files(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a restart of the agent nor an update copies unchanged files, and such an update needs no thread."""
+    """Neither an agent restart nor an update copies unchanged files. An update without changes starts no thread."""
     fill(paths)
     await start(paths)
     before = {path: path.stat().st_ino for path in paths.mirror.iterdir()}
@@ -199,7 +199,7 @@ async def test_run_files_of_a_preceding_go_agent_are_kept(paths: Paths) -> None:
 
 
 async def test_interrupted_state_restore_is_retried(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent is killed before each write in turn. An incomplete root file system must not be backed up."""
+    """The agent is killed before each write in turn. The incomplete root file system must not replace the backup."""
     contents = fill(paths)
     await start(paths)
     reset_root(paths)
@@ -315,7 +315,7 @@ async def test_new_volume_gets_a_state_copy(paths: Paths) -> None:
 
 
 async def test_state_restore_does_not_remove_files_that_the_cpi_has_written(paths: Paths) -> None:
-    """The Docker CPI copies update_settings.json into each new container, so a restore must keep this file."""
+    """The Docker CPI copies update_settings.json into each new container, so a restore must not remove this file."""
     await start(paths)
     reset_root(paths)
     paths.update_settings.write_text(NEWS)
@@ -361,9 +361,9 @@ async def test_state_copy_with_a_broken_stamp_is_set_aside(paths: Paths) -> None
 async def test_same_container_is_recognized_without_a_stamp_by_pid_namespace_or_job_process(
     paths: Paths, restart: Restart, whose: str, damage: str | None
 ) -> None:
-    """The run files are kept, because the container is known to be the same.
+    """The run files are kept, because they belong to the same container.
 
-    Either the other stamp has the same pid namespace, or a process of a job is still running.
+    This follows from the pid namespace in the remaining stamp, or from a job process that is still running.
     """
     contents = fill(paths)
     await start(paths)

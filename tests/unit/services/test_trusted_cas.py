@@ -61,9 +61,9 @@ async def test_ordinary_user_installs_no_cas(tmp_path: Path, monkeypatch: pytest
 
 
 class Image:
-    """The CA files of an image, and a replacement for ``update-ca-certificates``.
+    """The CA files of an image, and a stand-in for ``update-ca-certificates``.
 
-    The replacement writes a file with all CAs, and a symlink for each.
+    The stand-in writes a file with all CAs, and a symlink for each CA.
     """
 
     def __init__(self, base: Path) -> None:
@@ -118,7 +118,7 @@ async def test_ca_update_command_runs_only_after_a_change(image: Image) -> None:
 
 @pytest.mark.parametrize("left", ["pending", "link", "file"])
 async def test_interrupted_ca_update_is_completed(image: Image, left: str) -> None:
-    """The update was interrupted before or during the command, or the image's files have replaced its results."""
+    """The update was interrupted before or while the command ran, or files of the image replaced the results."""
     trusting = TrustedCas(Paths())
     await trusting.install("" if left == "link" else A)
     if left == "pending":

@@ -70,7 +70,9 @@ async def test_vitals_have_the_members_and_formats_of_a_heartbeat(paths: Paths, 
 async def test_cpu_vitals_are_averaged_over_ten_seconds(
     paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request within ten seconds gets the previous figures. A later one gets the average since they were measured."""
+    """A request within ten seconds gets the previous figures. A later request gets the average since the previous
+    measurement.
+    """
     now = 1000.0
     monkeypatch.setattr(clock, "boot_time", lambda: now)
     taken = Vitals(paths, lambda: False, proc=proc)
@@ -136,7 +138,7 @@ async def test_vitals_omit_a_missing_disk(tmp_path: Path, proc: Path) -> None:
 
 
 async def test_hanging_disk_does_not_delay_vitals(paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is left out, and is not queried again until it has answered. After that, it is reported again."""
+    """The hanging disk is left out and not queried again until it has answered. After that, it is reported again."""
     answers, asked, real = threading.Event(), [], os.statvfs
 
     def statvfs(path: Path) -> os.statvfs_result:

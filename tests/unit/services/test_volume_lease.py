@@ -44,7 +44,7 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Clock:
-    """Replaces the module ``time`` and only advances on request."""
+    """A stand-in for the module ``time``, whose clock advances only on request."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -133,7 +133,7 @@ def test_lease_from_another_boot_is_taken_immediately_on_a_local_file_system(tmp
 def test_agent_waits_for_a_lease_from_another_boot_on_a_network_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    """A free lock does not show that the holder has exited, because another kernel keeps its own locks."""
+    """A free lock does not show that the holder has exited, because another machine's kernel manages its own locks."""
     monkeypatch.setattr(mounts, "is_local", lambda _: False)
     first, second = leases(boot="kernel 1"), leases(boot="kernel 2")
     first.hold(tmp_path)
@@ -219,9 +219,9 @@ def test_replaced_agent_does_not_remove_its_successors_lease(tmp_path: Path, wit
 def test_lease_of_an_agent_killed_during_a_write_is_taken_immediately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent is killed before it truncates and syncs the file.
+    """The agent is killed after it has written its lease but before it truncates and syncs the file.
 
-    The new lease, which is shorter than the one that it overwrites, must be readable nevertheless.
+    The lease must still be readable, although it is shorter than the one that it overwrites.
     """
 
     def killed(*_: object) -> None:

@@ -35,7 +35,8 @@ def test_filesystem_usage_of_a_device_is_measured_at_its_mount_point(
 ) -> None:
     """If the path is a mounted block device, or a symlink to one, its mount point is measured.
 
-    For any other path, the file is opened first and then measured, because a job may replace a symlink in between.
+    Any other path is opened first, and ``statvfs`` is called on the open descriptor, so a job cannot swap in a symlink
+    between the device check and the measurement.
     """
     for device in ("disk", "unmounted"):
         (tmp_path / device).touch()

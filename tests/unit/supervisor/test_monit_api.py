@@ -76,7 +76,7 @@ async def send_request(obstacle: str = "", **request: Any) -> tuple[list[str], A
 async def test_monit_api_sends_a_request_only_to_the_named_services(
     request_: dict[str, Any], calls: list[str], services: list[str] | str
 ) -> None:
-    """With ``wait``, the answer describes the services after they have finished, otherwise before."""
+    """With ``wait``, the answer shows the services after the action has finished, otherwise before."""
     assert await send_request(**request_) == (calls, services)
 
 

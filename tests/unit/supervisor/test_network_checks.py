@@ -74,7 +74,9 @@ async def test_http_check_fails_on_an_endless_header(monkeypatch: pytest.MonkeyP
 
 
 def test_http_check_reads_small_chunks_without_copying_the_page() -> None:
-    """Otherwise, a server that sends a megabyte in chunks of one byte would keep the agent busy."""
+    """If each chunk copied the page read so far, a server that sends a megabyte in chunks of one byte would keep the
+    agent busy.
+    """
 
     def seconds(before: int) -> float:
         """Return the CPU time for reading 2000 chunks of one byte after a first chunk of ``before`` bytes."""

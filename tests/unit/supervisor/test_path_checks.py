@@ -235,9 +235,9 @@ def test_match_check_compares_the_beginning_of_a_long_line(path: Path) -> None:
 
 
 def test_match_check_ends_a_line_at_a_null_byte(path: Path) -> None:
-    """The same is true for monit, whose strings end at a null byte.
+    """monit does the same, because its strings end at a null byte.
 
-    A program gets the line in an environment variable, which cannot contain a null byte.
+    The line is passed to a rule's program in an environment variable, which cannot contain a null byte.
     """
     watch = watch_of(path, "match 'x'")
     watch.look()
@@ -247,7 +247,7 @@ def test_match_check_ends_a_line_at_a_null_byte(path: Path) -> None:
 
 
 def test_match_check_limits_matching_lines_per_cycle(path: Path) -> None:
-    """Each matching line may run a program, so further lines are compared in the next cycle."""
+    """Each matching line may run a program, so lines beyond the limit are compared in the next cycle."""
     watch = watch_of(path, "match 'x'")
     watch.look()
     append(path, "x\n" * (path_checks.MAX_HITS + 5))

@@ -87,8 +87,8 @@ def test_rules_that_change_the_state_become_fields_of_the_process_spec(
     assert getattr(spec, member) == value
 
 
-def test_plan_keeps_other_rules_for_the_rule_engine() -> None:
-    """A connection test is left to the rule engine, whereas the service itself handles ``if changed pid``."""
+def test_plan_leaves_connection_rules_to_the_rule_engine() -> None:
+    """A connection test is left to the rule engine, but the service itself handles ``if changed pid``."""
     (spec,) = plan([JobFile("j", "", check("s", "if failed port 80 then restart", "if changed pid then alert"))])
 
     assert len(spec.rules) == 1
@@ -182,7 +182,7 @@ def test_missing_dependency_fails_its_job() -> None:
 
 
 def test_dependency_on_a_job_with_an_invalid_file_fails_only_that_job() -> None:
-    """The missing prerequisite may be defined in the invalid file, so the dependant does not fail."""
+    """The dependency may be defined in the invalid file, so the job that depends on it does not fail."""
     files = [JobFile("bad", "", "check nonsense and more"), JobFile("two", "", check("b", "depends on nonsense"))]
 
     assert list(errors(*files)) == ["bad"]

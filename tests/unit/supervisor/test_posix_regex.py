@@ -150,8 +150,9 @@ def c_library(pattern: str, texts: list[str]) -> list[bool] | None:
 
 
 def found_by_ours(pattern: str, texts: list[str]) -> list[bool] | None:
-    """Return the same as ``c_library``, but from our implementation. Skips patterns with back references, which our
-    implementation rejects.
+    """Return which of the texts our implementation matches, in the form in which ``c_library`` does.
+
+    Patterns with back references are skipped, because our implementation rejects them.
     """
     try:
         compiled = posix_regex.compiled(pattern)

@@ -158,7 +158,9 @@ def test_process_statistics_of_many_processes_are_read_in_a_thread(
 def test_process_statistics_of_an_answer_come_from_a_single_pass(
     stats: ProcessStats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a child from one pass could be missing from the processes of another, which is an internal error."""
+    """All statistics of an answer must come from one pass over the process table. A child from one pass could be
+    missing from another, which would be an internal error.
+    """
     go = threading.Event()
 
     def table() -> dict[int, proc.Stat]:

@@ -1,4 +1,4 @@
-"""When rules fail and recover, counted in cycles as in monit."""
+"""Tests in which cycles rules fail and recover, as in monit."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_percentages_in_rules_are_rounded_to_tenths() -> None:
     ("every", "due"), [(1, [10.0, 20.1, 30.2, 65.0, 70.0, 80.0]), (2, [10.0, 30.2, 70.0]), (3, [10.0, 65.0])]
 )
 def test_check_with_every_n_cycles_skips_missed_cycles(every: int, due: list[float]) -> None:
-    """Missed cycles do not shift the schedule. The next check takes place in the cycle in which it is due anyway."""
+    """Missed cycles do not shift the schedule. The next check takes place in the next scheduled cycle."""
     cycles = Cycles(10.0, 10.0, every)
     times = (9.9, 10.0, 11.0, 20.1, 29.0, 30.2, 65.0, 69.9, 70.0, 80.0)
 

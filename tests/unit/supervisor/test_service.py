@@ -1,4 +1,4 @@
-"""What a service decides during minutes of simulated time.
+"""Decisions of a service over minutes of simulated time.
 
 ``integration/test_supervisor_service.py`` runs real processes.
 """
@@ -476,9 +476,9 @@ async def test_path_whose_start_program_cannot_run_is_reported_as_missing() -> N
 @pytest.mark.parametrize(("changes", "is_void"), [({}, True), ({"start_call": CALL}, False)])
 @played
 async def test_running_service_is_void_if_its_pidfile_names_no_process(changes: dict[str, Any], is_void: bool) -> None:
-    """As in monit, the process of a void service counts as absent although it is alive.
+    """As in monit, the process of a void service is treated as missing although it is alive.
 
-    The pidfile of a bpm process, which the agent writes, is ignored.
+    The pidfile of a bpm process is not checked, because the agent writes it.
     """
     service = service_on(machine := SimulatedMachine(), replace(SPEC, **changes))
     machine.appear()
@@ -521,7 +521,7 @@ async def test_service_whose_keeper_was_killed_is_failing_with_the_reason() -> N
 
 @played
 async def test_stop_deadline_does_not_apply_to_later_restarts() -> None:
-    """If the expired deadline still applied, the restart would kill the processes without a grace period."""
+    """Otherwise, the restart would kill the processes without a grace period, because the deadline has expired."""
     async with started(machine := SimulatedMachine()) as service:
         service.stop(StopRequest(by=asyncio.get_running_loop().time()))
         await asyncio.sleep(1)

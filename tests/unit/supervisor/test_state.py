@@ -57,7 +57,9 @@ def test_state_table_is_complete() -> None:
 
 
 def test_underway_ending_and_active_sets_match_the_work_table() -> None:
-    """``UNDERWAY``, ``ENDING`` and ``ACTIVE`` contain the states with the corresponding work."""
+    """Each of ``UNDERWAY``, ``ENDING`` and ``ACTIVE`` contains exactly the states to which ``WORK`` assigns the
+    corresponding work.
+    """
     assert {state for state in State if WORK[state] in (Work.LAUNCH, Work.END)} == UNDERWAY
     assert {state for state in State if WORK[state] is Work.END} == ENDING
     assert {state for state in State if WORK[state] in (Work.LAUNCH, Work.WATCH, Work.SETTLE)} == ACTIVE

@@ -44,7 +44,7 @@ class ModelledService:
 
     state: State = State.STOPPED
     asked: str = "down"
-    """What the last request wanted, or "" if the monit file has become invalid since then."""
+    """What the last request asked for, or "" if the monit file has become invalid since then."""
     process: bool = False
     """Whether the process in the record is alive."""
     starter: bool = False
@@ -79,7 +79,7 @@ class ModelledService:
             yield one.on(trigger, table)
 
     def after_internal_events(self, table: Table) -> Iterator[ModelledService]:
-        """Yield the situation after everything that can happen without a request."""
+        """Yield the situation after each event that can happen without a request."""
         if self.process:
             yield replace(self, process=False)
         if self.starter:

@@ -74,7 +74,7 @@ def paths(tmp_path: Path) -> Paths:
 
 @pytest.fixture
 async def supervisor(paths: Paths) -> AsyncIterator[Supervisor]:
-    """A supervisor with three stopped services. It is on hold, so it runs no programs."""
+    """Provide a supervisor with three stopped services. It is on hold, so it starts no programs."""
     async with Supervisor(paths, on_event=lambda _: None) as one:
         one.hold()
         await one.configure([WEB])
@@ -259,9 +259,9 @@ async def test_start_during_a_stop_leaves_no_stop_marker(supervisor: Supervisor,
 async def test_remaining_processes_are_killed_before_the_stop_timeout(
     supervisor: Supervisor, paths: Paths, monkeypatch: pytest.MonkeyPatch, timeout: float, kill_after: float
 ) -> None:
-    """Some time is reserved for the processes to exit after SIGKILL.
+    """Time is reserved for the processes to exit after SIGKILL.
 
-    The reserve is a tenth of the stop timeout, but at least the lesser of 1.5 s and half the timeout.
+    It is a tenth of the stop timeout, but at least the lesser of 1.5 s and half the timeout.
     """
     requests: list[StopRequest] = []
     now = asyncio.get_running_loop().time()

@@ -49,7 +49,7 @@ class Model:
     wanted: Literal["up", "down", "left alone", "stuck", "nothing usable"] = "down"
     is_trusted: bool = True
     is_ending: bool = False
-    """A stop was requested and has not finished."""
+    """Whether a stop was requested and has not finished."""
     again: bool = False
     since: float = 0.0
     """Simulated time at which the watched process was first seen. The process is trusted once it has run for the
@@ -93,7 +93,9 @@ class Model:
             self.wanted, self.is_ending = "down", True
 
     def boot(self) -> None:
-        """Simulate a boot after which no process is left. A service that should run starts again, and is trusted."""
+        """Simulate a boot, after which no process is left. If the service should run, it is started again and trusted
+        immediately.
+        """
         self.wanted = "left alone" if self.wanted == "stuck" else self.wanted
         self.watched, self.is_trusted = None, True
         if self.is_ending:

@@ -1,4 +1,4 @@
-"""Private interface of nats-py that the bus link uses."""
+"""Tests the private interface of nats-py on which the bus link relies."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def locked(key: str) -> str:
 
 
 def costly() -> str:
-    """Return a private key that claims to need two billion rounds to decrypt (RFC 8018)."""
+    """Return a private key whose header asks for two billion rounds of key derivation (RFC 8018)."""
 
     def element(tag: int, *content: bytes) -> bytes:
         body = b"".join(content)
@@ -136,7 +136,7 @@ def test_unreadable_ca_is_skipped_and_reported(bad: str, caplog: pytest.LogCaptu
 
 
 def test_loading_a_private_key_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After use, the key is neither on disk nor in an open file descriptor."""
+    """Afterwards, the key is neither on disk nor in an open file descriptor."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     before = len(list(Path("/proc/self/fd").iterdir()))
     for changes in ({}, {"certificate": BROKEN}):

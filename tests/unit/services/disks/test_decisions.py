@@ -1,4 +1,4 @@
-"""Where disks belong, and which steps a request needs."""
+"""Decisions about disks: where each disk belongs, and which steps a request needs."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_disk_of_any_instance_is_used_before_the_instance_id_is_known() -> None:
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 RECORDED = [json.loads(line) for line in Path(__file__).with_name("decisions.jsonl").read_text().splitlines()]
-"""Requests, views of the disks, and the resulting steps. They were recorded in the disk tests on 2026-11-28 with the
+"""Requests, views of the disks, and the resulting steps, recorded in the disk tests on 2026-11-28 with the
 implementation that preceded these functions.
 
 Only one of several similar cases is kept. Members with their default value are left out.
@@ -196,7 +196,9 @@ def migrating(old: Disk, *, binds: bool = True) -> View:
 
 
 def test_swap_marks_the_copy_before_its_source() -> None:
-    """If the agent is killed in between, both disks claim the store, and the higher generation identifies the copy."""
+    """If the agent is killed between the two markings, both disks claim the store, and the higher generation identifies
+    the copy.
+    """
     steps = swap(migrating(marked("a", "store", "b", generation=3)), "a", "b")
 
     assert steps == [

@@ -1,4 +1,4 @@
-"""Markers that identify the disk on a volume."""
+"""Markers, the files on a volume that say which disk it is."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def parse(text: str) -> BpmFile:
 
 
 def one(text: str) -> ProcessConfig:
-    """Parse a file with a single process that has the keys in ``text``, and return the process."""
+    """Parse a bpm.yml that has one process with the keys in ``text``, and return this process."""
     lines = "".join(f"  {line}\n" for line in text.splitlines())
     (process,) = parse(f"processes:\n- name: p\n  executable: x\n{lines}").processes
     return process

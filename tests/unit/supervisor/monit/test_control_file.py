@@ -60,7 +60,9 @@ def test_monit_control_file_of_a_stemcell_is_read(tmp_path: Path) -> None:
 def test_monit_control_file_allow_statements_determine_who_may_call(
     tmp_path: Path, text: str, users: dict[bytes, bool] | None
 ) -> None:
-    """If only hosts are allowed, no password is required (None). Without any ``allow``, nobody may call."""
+    """If only hosts are allowed, no password is required, so there are no credentials (None). Without any ``allow``,
+    nobody may call.
+    """
     assert read(tmp_path, f"set httpd port 2822 {text}").credentials() == users
 
 

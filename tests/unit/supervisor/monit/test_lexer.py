@@ -87,7 +87,7 @@ def test_lexer_splits_words(text: str, expected: list[str]) -> None:
 def test_lexer_splits_program_arguments(text: str, expected: list[str]) -> None:
     """A command is split into arguments only if it is in double quotes on the same line as the keyword.
 
-    Inside, single quotes count only at the start of an argument.
+    Within the double quotes, a single quote has a special meaning only at the start of an argument.
     """
     assert words(text) == expected
 
@@ -166,7 +166,9 @@ SPELLINGS = [(SYNONYMS.get(word, word), "", word) for word in sorted((KEYWORDS |
 BLANKS = st.sampled_from(
     ["\n", "\n\t", "\r\n", "\n; ", ' # it\'s "any" text\n', "\n(", "\n) ", "\n\\\n", *(f"\n{word} " for word in NOISE)]
 )
-"""Separators. Each has a line break, because a quote on the same line as ``exec`` would begin its arguments."""
+"""Separators between words. Each contains a line break, because a quote on the same line as ``exec`` would begin its
+arguments.
+"""
 
 PLAIN = st.text(st.characters(codec="utf-8", exclude_characters="\"'\\\n"))
 SPELLED = st.one_of(
@@ -178,7 +180,7 @@ SPELLED = st.one_of(
     PLAIN.map(lambda text: ("PATH", f"/{text}", f"'/{text}'")),
     PLAIN.filter(lambda text: text[:1] != "/").map(lambda text: ("STRING", text, f'"{text}"')),
 )
-"""The kind of a word, its value, and its spelling in the file."""
+"""Generates a word as a tuple of its token kind, its value, and its spelling in the file."""
 
 
 @given(st.lists(st.tuples(SPELLED, BLANKS)))

@@ -38,7 +38,7 @@ IGNORE = Action("ignore")
 
 
 def rule(text: str, kind: str = "process") -> Rule:
-    """Return the last rule of a check that ends with ``text``."""
+    """Parse a check that ends with ``text``, and return its last rule."""
     return parser.parse(f"{HEADS[kind]}\n{text}", origin="x").services[0].rules[-1]
 
 

@@ -38,7 +38,7 @@ UNUSED = 2**22 + 8
 
 @pytest.fixture
 def relation(monkeypatch: pytest.MonkeyPatch) -> list[Tie]:
-    """Replace ``tie``: the last item of the returned list is the relation of every process that a pidfile names."""
+    """Replace ``tie`` with a function that always returns the last item of a list, and return this list."""
     found = [Tie.OWNED]
     monkeypatch.setattr(process_finder, "tie", lambda *_: (found[-1], "it is foreign"))
     return found
@@ -199,7 +199,7 @@ async def test_exited_process_is_removed_from_its_service(tmp_path: Path, monkey
 
 
 WAITING = object()
-"""The expected outcome if the process may still appear, so that there is no error yet."""
+"""The expected outcome while the process may still appear, which is not an error."""
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from agent_shim.supervisor.ownership.process_record import Pidfile, ProcessRecor
 PROCESS, PROGRAM = (7, 70), (8, 80)
 
 
-def test_record_forgets_an_exited_process() -> None:
+def test_process_record_forgets_an_exited_process() -> None:
     record = ProcessRecord(known=PROCESS, program=PROGRAM)
 
     record.ended(PROCESS)
@@ -22,7 +22,7 @@ def test_record_forgets_an_exited_process() -> None:
     assert record.program is None
 
 
-def test_record_drops_ended_processes_when_others_are_added() -> None:
+def test_process_record_drops_ended_processes_when_new_ones_are_added() -> None:
     itself = proc.stat(os.getpid())
     assert itself is not None
     record = ProcessRecord(others=[PROCESS])

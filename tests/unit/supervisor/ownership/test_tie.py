@@ -34,7 +34,9 @@ def _fake_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keepers(owner: str = "", keeper: int = 0) -> Any:
-    """Return keepers that attribute every process to ``owner``, and for which the pid ``keeper`` is a keeper itself."""
+    """Return stand-ins for the keepers: they attribute every process to ``owner``, and one of them has the pid
+    ``keeper``.
+    """
     return SimpleNamespace(owner=lambda _: owner, pids={keeper}, base=Path("/var/vcap"))
 
 
