@@ -1,4 +1,5 @@
-"""The boot: named idempotent steps. Each step is timed, and logged with its outcome or the reason why it was skipped.
+"""Boots the agent in named, idempotent steps. Each step is timed, and logged with its outcome or the reason why it was
+skipped.
 
 The order of the steps and the file modes follow the Go agent (agent/bootstrap.go, platform/linux_platform.go). Steps
 that configure a machine (interfaces, partitions, mounts over system directories) are omitted in a container.
@@ -56,9 +57,9 @@ Run = Callable[[], Awaitable[str | None]]
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One idempotent boot action. If a ``vital`` step fails, the boot fails; other failures are only logged.
+    """One idempotent boot action. If a ``vital`` step fails, the boot fails; failures of other steps are only logged.
 
-    A ``late`` step is not required by the bus or by any request, so it runs while the bus is connecting.
+    A ``late`` step runs while the bus is connecting, because neither the bus nor any request depends on it.
     """
 
     name: str
@@ -83,7 +84,7 @@ async def boot(steps: list[Step]) -> None:
 
 
 def directories(paths: Paths) -> list[tuple[Path, int, str | None]]:
-    """Return the directories with the modes and owners that they have after the Go agent's bootstrap."""
+    """Return the directories to create, with the modes and owners that the Go agent gives them during its bootstrap."""
     own = "root:root" if paths.is_system else None
     shared = paths.shared_owner
     return [
@@ -117,9 +118,9 @@ def directories(paths: Paths) -> list[tuple[Path, int, str | None]]:
 def make_tree(paths: Paths) -> None:
     """Create the directories and the link ``sys``.
 
-    The kubelet makes every emptyDir writable by everybody. The write permission is removed, because a job could
-    otherwise replace directories that contain programs which root runs. Every user gets permission to enter volumes,
-    because some provisioners create them with mode 0750.
+    The kubelet makes every emptyDir world-writable. This permission is removed, because a job could otherwise replace
+    directories with programs that root runs. All users are allowed to enter volumes, because some provisioners create
+    them with mode 0750.
     """
     if os.geteuid() == 0:
         for path in filter(Path.is_dir, (paths.base, paths.data)):
@@ -215,8 +216,8 @@ async def _authorize_keys(agent: Agent, keys: list[str]) -> str | None:
 
 
 async def _put_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
-    """Boot step: mount a tmpfs on each directory for which ``env.bosh`` requests one (rendered jobs and blobs with
-    secrets, run files). Return the reason if nothing is mounted, or None.
+    """Boot step: mount a tmpfs on each directory for which ``env.bosh`` requests one. These can be the directories of
+    rendered jobs, of blobs with secrets, and of run files. Return the reason if nothing is mounted, or None.
     """
     wanted = {}
     if bosh.job_dir.tmpfs:
@@ -250,12 +251,12 @@ async def _write_time_servers(paths: Paths, servers: list[str]) -> str | None:
 
 
 def _kill_one_process(paths: Paths) -> str | None:
-    """Boot step: make the kernel kill only one process of this container when memory runs out, instead of the agent and
+    """Boot step: when memory runs out, let the kernel kill only one process of this container instead of the agent and
     all jobs. Return the reason if nothing was changed, or None.
 
-    This only works if the container's cgroup is writable, as in privileged pods. An agent that is not root can do it
-    too if the runtime has given it the cgroup (runc with ``cgroup_writable``), because the kernel lists the file in
-    /sys/kernel/cgroup/delegate.
+    This only works if the container's cgroup is writable, as in privileged pods. An agent that is not root can also do
+    this if the runtime delegates the cgroup to it (runc with ``cgroup_writable``), because ``memory.oom.group`` is one
+    of the files that are delegated (/sys/kernel/cgroup/delegate).
     """
     if not paths.is_system:
         return "needs the base directory /var/vcap"
@@ -274,8 +275,8 @@ def _make_temporary_files(paths: Paths) -> None:
 
 
 async def _write_monit_user(paths: Paths, password: str) -> str | None:
-    """Boot step: write monit's user and password. An existing password is kept, because running jobs read it when they
-    started. Return the reason if nothing was written, or None.
+    """Boot step: write monit's user and password. Unless ``password`` is given, an existing password is kept, because
+    running jobs read it when they started. Return the reason if nothing was written, or None.
     """
     try:
         found = (await asyncio.to_thread(files.read, paths.monit_user, is_own=True)).decode()
@@ -319,7 +320,7 @@ def owns_system(paths: Paths) -> bool:
 
 
 def tree_step(paths: Paths) -> Step:
-    """Return the boot step that runs before the settings are known."""
+    """Return the boot step that creates the directories. It runs before the settings are known."""
 
     async def tree() -> str | None:
         try:

@@ -32,8 +32,8 @@ TAKEOVER_STOP_TIMEOUT_S: Final = 10.0
 
 
 class Endings:
-    """Begins and carries out the three endings: orderly stop, shutdown and takeover stop. ``phase`` is "" until one of
-    them begins, and then describes it. ``leaves_bus`` is set when the agent must disconnect from the bus.
+    """Begins and carries out the three endings: orderly stop, shutdown and takeover stop. ``phase`` describes the
+    ending that has begun, or is "" before that. ``leaves_bus`` is set when the agent must disconnect from the bus.
     """
 
     def __init__(self, agent: Agent, dispatcher: Dispatcher) -> None:
@@ -63,7 +63,7 @@ class Endings:
             await asyncio.to_thread(write_termination_log, f"agent-shim: {stop.summary}\n")
 
     def begin_shutdown(self) -> None:
-        """Begin to stop the jobs, after which the agent leaves the bus.
+        """Begin to stop the jobs. Once they are stopped, the agent leaves the bus.
 
         A separate task does this work, because nobody waits for it to finish. The Director deletes the container
         without even waiting for a reply.

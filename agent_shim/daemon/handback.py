@@ -28,7 +28,8 @@ READY: Final = "the BOSH agent and monit may be started now"
 
 
 def hand_back(paths: Paths) -> list[str]:
-    """Prepare the container for the Go agent and monit, and return a report as lines. May be repeated safely.
+    """Prepare the container for the Go agent and monit, and return the lines of a report. It is safe to call this
+    repeatedly.
 
     Raises ``AlreadyRunningError`` while an agent is running, ``NotThereError`` if the base does not exist, and
     ``HostError`` after any other failure. If the file that names the jobs or the disks cannot be read, nothing is
@@ -110,9 +111,9 @@ def _disks(paths: Paths, known: Mapping[str, hints.DiskSettings]) -> Iterator[st
 
 
 def _firewall(paths: Paths) -> Iterator[str]:
-    """Remove the agent's nftables table, and yield a line for the report if that fails. The Go agent uses a table of
-    its own and would not update this one, which would still block the jobs' access to an address that the bus no longer
-    uses.
+    """Remove the agent's nftables table, and yield a line for the report if that fails. The Go agent has its own table
+    and would not update this one. If the addresses of the bus changed later, this table would still block jobs from the
+    old addresses.
     """
     if paths.is_system and nftables.is_installed():
         try:

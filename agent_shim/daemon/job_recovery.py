@@ -47,8 +47,8 @@ class RecoveryPace(msgspec.Struct, frozen=True):
 
 
 class JobRecovery:
-    """Starts the jobs again after a restart of the container or the agent. ``begin`` is the boot step; ``run`` is the
-    task that takes over if ``begin`` cannot finish. ``alert`` is called with each new obstacle.
+    """Starts the jobs again after a restart of the container or the agent. ``begin`` is called as a boot step. If it
+    cannot start the jobs yet, the task ``run`` keeps trying. ``alert`` is called with each new obstacle.
     """
 
     def __init__(self, agent: Agent, alert: Callable[[Event], None], *, pace: RecoveryPace = RecoveryPace()) -> None:
@@ -130,8 +130,8 @@ class JobRecovery:
         return missing_files(self._agent) or await self._agent.disks.problem()
 
     def _record_obstacle(self, obstacle: str) -> None:
-        """Record an obstacle ("" for none) and hold the jobs back. A new obstacle is logged and reported as an alert
-        once.
+        """Record an obstacle ("" for none), and do not let the jobs start yet. A new obstacle is logged and reported as
+        an alert once.
         """
         self.obstacle = obstacle
         self._agent.supervisor.hold(obstacle)
@@ -177,8 +177,8 @@ def jobs_live(paths: Paths) -> bool:
 
 
 def twin(leases: VolumeLeases, paths: Paths, source: Settings) -> str:
-    """If another agent, such as this agent's predecessor, uses a disk of this ``agent_id``, return a text that names
-    the disk and the other agent. Otherwise return "".
+    """Return a text that names a disk of this agent and another agent that uses it, or "" if there is none. Only agents
+    with the same ``agent_id`` are considered, such as this agent's predecessor.
 
     Blocks while it reads from the disks. A disk that cannot be read is treated as unused.
     """

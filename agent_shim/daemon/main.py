@@ -1,7 +1,7 @@
-"""The daemon process: its sockets, its signals, and everything that happens before the settings have been read.
+"""The daemon process. Sets up its signals and sockets, and does everything that has to be done before the settings are
+known.
 
-Once the settings are known, ``runtime`` does the work, and this module forwards requests from operators and monitoring
-systems.
+After that, ``runtime`` does the work, and this module forwards requests from operators and monitoring systems.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ RIVAL_POLL_S: Final = 1.0
 
 
 class RunOptions(msgspec.Struct, frozen=True):
-    """The command line of ``agent-shim run``. None or "" means that the value in agent.json is used."""
+    """Options of ``agent-shim run``. If an option is None or "", the value in agent.json is used."""
 
     config: Path | None
     paths: Paths
@@ -118,7 +118,7 @@ class Daemon:
 
     @property
     def _phase(self) -> str:
-        """The phase of the agent as text, which is ``running`` once the agent answers requests."""
+        """The agent's current phase in words. It is ``running`` once the agent answers requests."""
         return self._stage if self._live is None else self._live.phase
 
     async def serve(self) -> int:

@@ -45,14 +45,14 @@ THREADS: Final = 4
 ANY: Final = "0.0.0.0"  # noqa: S104 - monit's default if the control file names no address
 _COUNT: Final = struct.Struct("i")
 _STATE: Final = struct.Struct("256s4iQ")
-"""``State_T`` of monit 5.2.5: name, mode, starts, cycles, monitored (0: no), error."""
+"""An entry of monit 5.2.5's state file (``State_T``): name, mode, starts, cycles, monitored (0 if not), error."""
 RETRY_S: Final = 0.5
 QUEUE: Final = "agent_shim.json"
 """Name of the file with unsent mails in the directory named by ``set eventqueue``."""
 
 
 class MonitDaemonOptions(msgspec.Struct, frozen=True):
-    """The parsed command line."""
+    """Options of ``agent-shim monit``."""
 
     control_file: Path
     paths: Paths
@@ -228,8 +228,8 @@ class MonitDaemon:
         self._alerts.raise_alert(event.service, event.event, event.action, event.description, ())
 
     async def _retry_mails(self) -> NoReturn:
-        """Once per cycle, try to send the unsent mails. Mails that cannot be sent are stored in a file for the next
-        daemon.
+        """Try to send the unsent mails once per cycle. Mails that still cannot be sent are stored in a file, so that
+        the next daemon can send them.
         """
         kept: list[bytes] | None = None
         while True:

@@ -1,10 +1,11 @@
 """The orderly stop of all jobs before a container terminates, triggered by a preStop hook, SIGTERM to PID 1, or
 ``drain``.
 
-The steps are the pre-stop and drain scripts of all jobs (every process stays up until the last drain script has
-finished), stopping the processes, and the post-stop scripts. They all have to fit into the grace period. Scripts do not
-run if the Director's ``stop`` has already stopped the jobs. The last seconds are reserved for SIGKILL. The jobs are not
-marked as stopped, because the Director still wants them to run, so they start again with the container.
+First, the pre-stop and then the drain scripts of all jobs run, and every process stays up until the last drain script
+has finished. Then the processes are stopped, and the post-stop scripts run. All of this has to fit into the grace
+period, whose last seconds are reserved for SIGKILL. If the Director's ``stop`` has already stopped the jobs, no scripts
+run. The jobs are not marked as stopped, because the Director still wants them to run, so they start again with the
+container.
 
 ``main`` handles SIGTERM and decides between this stop and an exit that leaves the jobs running.
 """

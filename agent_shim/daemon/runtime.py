@@ -1,4 +1,4 @@
-"""The agent once its settings are known: the wiring of services and edges, named root tasks, and shutdown.
+"""Runs the agent once its settings are known: connects services and edges, runs the named root tasks, and shuts down.
 
 Root tasks handle failures of their environment and never return, so a root task ends only because of a bug. It is then
 restarted without affecting the other tasks. If the bus, the task lane or the heartbeat keeps failing, or the supervisor
@@ -93,7 +93,9 @@ class Runtime:
         metrics: Metrics,
         stop: asyncio.Event,
     ) -> None:
-        """Wire the agent. When ``stop`` is set, the agent exits and leaves the jobs running."""
+        """Create the agent, its services and its edges. When ``stop`` is set, the agent exits and leaves the jobs
+        running.
+        """
         self.is_booted = False
         """True as soon as requests are answered."""
         self.vitals: dict[str, Any] = {}
@@ -162,7 +164,7 @@ class Runtime:
 
     @property
     def phase(self) -> str:
-        """The agent's progress as text, which is ``running`` when requests are answered."""
+        """The agent's current phase in words. It is ``running`` while the agent answers requests."""
         return self.endings.phase or ("running" if self.is_booted else "booting")
 
     # --- serving ------------------------------------------------------------------------------------------------------
@@ -184,8 +186,8 @@ class Runtime:
                 await self._run([step for step in steps if step.late])
 
     async def _run(self, late: list[boot.Step]) -> None:
-        """Run the root tasks until ``stop`` is set. When the agent leaves the bus, the root tasks that use it are
-        cancelled.
+        """Run the root tasks until ``stop`` is set or the agent has to leave the bus. Then answer the delayed polls,
+        cancel all root tasks, and wait for ``stop``.
         """
         agent = self.agent
         booted = asyncio.Event()
@@ -251,8 +253,8 @@ class Runtime:
         self.alerts.flush()
 
     async def _measure(self) -> dict[str, Any]:
-        """Measure the vitals. If the job state or the health file has changed, write the health file for bosh-dns
-        again.
+        """Measure the vitals. Also write the health file, which bosh-dns reads, if the job state or the file itself has
+        changed.
         """
         path, job_state = self.agent.paths.health, self.agent.supervisor.job_state()
         if (version := files.version(path)) is None or (job_state, version) != self._health:
@@ -329,7 +331,7 @@ def assemble(
     work: Execute = workers.work,
     ssh_port: int = 22,
 ) -> Agent:
-    """Create and wire the services of an agent."""
+    """Create the services of an agent and connect them with each other."""
     spec = SpecStore(paths)
 
     def of_jobs() -> set[int]:

@@ -61,8 +61,8 @@ class InstanceNames(msgspec.Struct, frozen=True):
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """The content of a spec directory: the spec in the form in which a Director would send it, and the paths of the
-    jobs and packages.
+    """The content of a spec directory: the paths of the jobs and packages, and the spec that a Director would send for
+    them.
     """
 
     spec: ApplySpec
@@ -144,11 +144,10 @@ def _version(tree: Path) -> str:
 
 
 def install(paths: Paths, targets: Mapping[Path, tuple[Kind, Path]]) -> None:
-    """Install the jobs as copies and the packages as links in the directories of bundles. Blocks. Raises
-    ``HostError``.
+    """Install the jobs as copies and the packages as links in the directories of bundles. Blocks. Raises ``HostError``.
 
     The package ``bpm`` is copied too, because the agent installs its own ``bin/bpm`` in it. Files whose names begin
-    with ``..`` are left out: the kubelet creates them in volumes.
+    with ``..`` are left out, because the kubelet creates them in volumes.
     """
     for target, (kind, source) in targets.items():
         files.make_dir(target.parent, DIRECTORY_MODE[kind], paths.shared_owner)
@@ -239,7 +238,9 @@ class Standalone:
         return True
 
     async def _task(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run work in the task lane, one piece at a time. Raises ``ActionError`` with the text of a failure."""
+        """Run ``work`` in the task lane, where only one task runs at a time, and wait for it. Raises ``ActionError``
+        with its error text if it fails.
+        """
         task = self._agent.tasks.submit(TASK, work)
         await task.ended.wait()
         if task.state != "done":

@@ -162,7 +162,7 @@ async def _disk(agent: Agent) -> str:
 
 
 def readings(live: Runtime) -> metrics.Readings:
-    """Return the values of one scrape."""
+    """Return the current values of all metrics."""
     agent, bus = live.agent, live.bus
     progress, services = agent.disks.progress, agent.supervisor.services()
     return metrics.Readings(
