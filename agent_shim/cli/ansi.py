@@ -1,4 +1,4 @@
-"""Colours for terminals, and plain text for pipes. All functions are pure, except those that examine a stream."""
+"""Formats text for terminals with colours, and for pipes without."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Final, TextIO
 
 Paint = Callable[[str, str], str]
-"""A function that adds a colour to a text. A colour is a key of ``CODES``, or "" for none."""
+"""A function that colours a text. The colour is a key of ``CODES``, or "" for none."""
 
 BEGIN_SCREEN: Final = "\x1b[?1049h\x1b[?25l"
 """Switches to the alternate screen, which preserves the scrollback, and hides the cursor."""
@@ -21,12 +21,12 @@ CODES: Final = {"good": "32", "limited": "33", "wrong": "1;31", "faint": "2", "s
 
 
 def is_for_people(stream: TextIO) -> bool:
-    """Return True for a terminal with colours, unless NO_COLOR is set."""
+    """Return True if ``stream`` is a terminal that supports colours and NO_COLOR is not set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def plain(text: str, colour: str) -> str:  # noqa: ARG001 - has the type Paint
-    """Return the text unchanged."""
+    """Return the text without any colour."""
     return text
 
 

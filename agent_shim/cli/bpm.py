@@ -64,7 +64,7 @@ class Flag(NamedTuple):
 
 
 class Verb(NamedTuple):
-    """A command of bpm, with its flags other than ``--help``."""
+    """A verb of the ``bpm`` command. ``flags`` does not include ``--help``."""
 
     run: Callable[[CommandLine], int]
     about: str
@@ -133,7 +133,7 @@ def _main(base: str, arguments: list[str]) -> int:
 
 
 def _may_ask(base: str) -> bool:
-    """Return True for root, and for the agent's own user if the agent runs without root."""
+    """Return True if the user is root, or is the agent's own user and the agent runs without root."""
     try:
         return os.geteuid() == 0 or os.geteuid() == os.stat(f"{base}/{SOCKET}").st_uid  # noqa: PTH116 - importing pathlib is slow
     except OSError:

@@ -16,7 +16,7 @@ from agent_shim.core import safetext
 from agent_shim.services.logs.log_file import LogFile
 
 POLL_S: Final = 0.1
-"""Pause between two reads."""
+"""Pause in seconds between two reads of the log files."""
 
 
 class Log(LogFile):
@@ -25,7 +25,7 @@ class Log(LogFile):
     def __init__(self, path: str, root: str) -> None:
         super().__init__(path, root)
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-        """Decoder that keeps an incomplete character until the rest of it has been written."""
+        """Keeps the bytes of an incomplete character until the rest of the character has been written."""
 
     def open(self, *, at_end: bool = True) -> bool:
         try:
@@ -49,8 +49,8 @@ def copy(log: Log, out: BinaryIO) -> None:
 
 
 def show(logs: Sequence[Log], count: int, *, is_named: bool, follows: bool) -> None:
-    """Print the last ``count`` lines of each file. With ``is_named``, print headers like those of ``tail``. With
-    ``follows``, print new lines too, until interrupted.
+    """Print the last ``count`` lines of each file. If ``is_named`` is set, print a header with the file's name above
+    its lines, as ``tail`` does. If ``follows`` is set, also print new lines, until interrupted.
     """
     out = sys.stdout.buffer
     latest: Log | None = None

@@ -1,10 +1,10 @@
 """``agent-shim check``: validate the content of configuration files, on any machine.
 
 It does not check whether the users and paths in the files exist. A ``depends on`` target that no given file defines is
-only a warning, because another job may define it. Two of the reported mistakes would not keep the daemon from starting.
-The first is a program that is not an absolute path, for example because of the typo in ``start progam "/x"``. The
-second is an unknown key in agent.json. The daemon ignores such a key with a warning, because the file may have been
-written for a newer version.
+only a warning, because another job may define it. There are two mistakes that the command reports although the daemon
+would start. One is a program that is not an absolute path, which may result from a typo such as ``start progam "/x"``.
+The other is an unknown key in agent.json. The daemon ignores it with a warning, because the file may have been written
+for a newer version.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ def kind_of(name: str) -> str:
 
 
 def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_strict: bool = False) -> int:
-    """Check each file. Its kind is ``kind`` or, if that is None, depends on its name. Return the exit code of the worst
-    result.
+    """Check each file as a file of the given ``kind`` or, if that is None, of the kind that its name indicates. Return
+    the exit code of the worst result.
 
-    With ``as_json`` print a list of ``{file, kind, is_good, mistakes, warnings}``. With ``is_strict``, statements and
-    keys without effect are mistakes. Unknown keys in agent.json are always mistakes.
+    If ``as_json`` is set, print a list of ``{file, kind, is_good, mistakes, warnings}``. If ``is_strict`` is set,
+    statements and keys without effect are mistakes rather than warnings. Unknown keys in agent.json are always
+    mistakes.
     """
     reports = [_FileReport(path, kind or kind_of(path.name)) for path in files]
     unknown = [report.file for report in reports if not report.kind]
@@ -165,7 +166,7 @@ def _wrong_calls(check: Check, file: Path) -> Iterator[str]:
 
 
 def _wrong_programs(check: Check) -> Iterator[str]:
-    """Report the programs that monit could not run."""
+    """Report start programs, stop programs and programs in rules that monit could not run or that look mistyped."""
     for verb, program in (("start", check.start), ("stop", check.stop)):
         if program is not None and not program.argv[0].startswith("/"):
             hint = f", expected '{verb} program \"/…\"'" if len(program.argv) > 1 else ""
@@ -193,7 +194,7 @@ class _FileReport:
     mistakes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     next_step: str = ""
-    """What the daemon will do after reading the file."""
+    """What the daemon will do with the file."""
 
     def show(self) -> None:
         for warning in self.warnings:

@@ -36,7 +36,7 @@ REACHED: Final = {
     "stop": frozenset({"stopped"}),
     "unmonitor": frozenset({"unmonitored", "stopped"}),
 }
-"""For each action on a service, the phases in which the service must be for the action to be complete."""
+"""Maps each action on services to the phases in which the action is complete for a service."""
 
 CHANGES: Final = {
     "start": "start services and their dependencies",
@@ -231,10 +231,10 @@ class _IgnoredCommand(argparse.ArgumentParser):
 
 
 def parser(only: str = "") -> argparse.ArgumentParser:
-    """Return the parser of ``agent-shim``. The attribute ``run`` of the parsed arguments is the command's function.
+    """Return the parser of ``agent-shim``. In the parsed arguments, ``run`` is the function that runs the command.
 
-    If ``only`` is the name of a command, the parser knows no other command. The parsers of all commands take 15 ms to
-    build, a sixth of the processor time of a short command.
+    If ``only`` is the name of a command, the parser knows no other command. Building the parsers of all commands takes
+    15 ms, a sixth of the processor time of a short command.
     """
     top = Parser(
         prog="agent-shim",
@@ -505,7 +505,7 @@ def _call(args: argparse.Namespace) -> int:
 
 def _check_call(args: argparse.Namespace, arguments: list[Any]) -> None:
     """Exit with a usage error unless the action accepts these arguments. Surplus arguments are an error here, although
-    a request on the bus may contain them.
+    a request on the bus may contain some.
     """
     from agent_shim.actions import dispatch
     from agent_shim.daemon import runtime  # noqa: F401 - importing registers the actions
@@ -552,8 +552,8 @@ def _change(args: argparse.Namespace) -> int:
 
 
 def _refuse_unknown(args: argparse.Namespace) -> None:
-    """Raise ``NotThereError`` for the first of ``args.names`` that is not a service. The error lists the known
-    services.
+    """Raise ``NotThereError`` if any of ``args.names`` is not a service. The error names the first of these, and lists
+    the known services.
     """
     known = [service["name"] for service in _ask(args, {"command": "services", "action": "show"}).get("services", ())]
     for name in args.names:
@@ -637,7 +637,7 @@ def _terminal_size() -> tuple[int, int]:
 
 
 def _last_lines(args: argparse.Namespace, job: str) -> list[str]:
-    """Return the last lines of a job's log files, except for files that this user may not read."""
+    """Return the last lines of each of a job's log files. Files that this user may not read are skipped."""
     from agent_shim.services.logs import tail
 
     with contextlib.closing(tail.Follower(Paths(args.base.absolute()).log, job)) as follower:

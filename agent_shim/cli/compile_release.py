@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of ``bosh-agent compile``, whose long flags have two dashes."""
+    """Return the parser of ``bosh-agent compile``. It only knows long flags with two dashes."""
     parser = argparse.ArgumentParser(
         prog="bosh-agent compile",
         description="Compile the packages of BOSH releases for the stemcell of this container, without a Director.",
@@ -127,7 +127,7 @@ class _ReleaseCompilation:
     _results: dict[str, Path] = field(default_factory=dict)
 
     def compile(self) -> Path:
-        """Compile the release and return its path. Raises ``ActionError``."""
+        """Compile the packages of the release, and return the path of the compiled release. Raises ``ActionError``."""
         manifest = self._read()
         self._extract(manifest)
         _log("Starting packages compilation")
@@ -209,7 +209,9 @@ def stemcell_slug(paths: Paths) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration of more than a millisecond as Go does: ``12.5ms``, ``1.25s``, ``2m3.5s``, ``1h0m3.5s``."""
+    """Format a duration in Go's format: ``12.5ms``, ``1.25s``, ``2m3.5s``, ``1h0m3.5s``. ``seconds`` must be more than
+    a millisecond.
+    """
     if seconds < 1:
         return f"{_plain(seconds * 1000)}ms"
     whole, rest = divmod(seconds, 60)

@@ -1,4 +1,4 @@
-"""Reads deployment manifests and releases, for commands that work without a Director. Parts that these commands do not
+"""Reads deployment manifests and releases, for commands that work without a Director. Fields that these commands do not
 need are ignored.
 
 A release is a checked-out directory, or a tarball of sources or of compiled packages. Mistakes raise ``ConfigError`` or
@@ -22,8 +22,8 @@ from agent_shim.cli import yaml_errors
 from agent_shim.core.errors import ArchiveError, ConfigError, NotThereError
 
 BPM: Final = "bpm"
-"""Name of the bpm job. The agent itself replaces bpm, so bpm-release need not be given. The job neither provides nor
-consumes links.
+"""Name of the bpm job. Because the agent itself replaces bpm, bpm-release does not have to be given. The job has no
+links.
 """
 ERRAND: Final = "errand"
 
@@ -95,8 +95,9 @@ class Group(msgspec.Struct):
 
     @property
     def default_network(self) -> str:
-        """Return the network from which the instance gets its address: the default network for ``addressable``,
-        otherwise the default for ``gateway``, otherwise the first network.
+        """Return the name of the network that gives the instance its address. This is the default network for
+        ``addressable`` or, if there is none, the default network for ``gateway`` or, if there is none either, the first
+        network.
         """
         for purpose in ("addressable", "gateway"):
             for network in self.networks or ():
@@ -162,7 +163,7 @@ class DeploymentManifest(msgspec.Struct):
         return _merged(self.properties or {}, group.properties or {}) if job.properties is None else job.properties
 
     def version_of(self, release: str) -> str:
-        """Return the version of a release, or "" if the manifest does not name one."""
+        """Return the version of a release, or "" if the manifest does not list the release."""
         return next((str(each.version) for each in self.releases or () if each.name == release), "")
 
 
@@ -254,7 +255,7 @@ class _ReleaseName(msgspec.Struct):
 
 
 def open_release(path: Path, scratch: Path) -> ReleaseDirectory:
-    """Return a release. A tarball, and the jobs in it, are unpacked below ``scratch``."""
+    """Open a release. If it is a tarball, unpack it below ``scratch``, together with the jobs that it contains."""
     if not path.is_dir():
         unpack(path, scratch)
         for job in list(scratch.glob("jobs/*.tgz")):
@@ -269,8 +270,9 @@ def open_release(path: Path, scratch: Path) -> ReleaseDirectory:
 
 
 def find_job(job: DeployedJob, releases: Sequence[ReleaseDirectory]) -> ReleaseJob | None:
-    """Return a job, or None if no release contains it. The release that the manifest names for the job takes precedence
-    over releases whose name is unknown. If the manifest names no release, the first one with such a job is used.
+    """Find a job in the releases, or return None if none contains it. The release that the manifest names for the job
+    is preferred to releases of unknown name. If the manifest names no release, the first release that contains the job
+    is used.
     """
     having = [
         release
@@ -309,7 +311,7 @@ _DatelessLoader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: n
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file."""
+    """Return the text of a file. Raises ``NotThereError`` or ``ConfigError``."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

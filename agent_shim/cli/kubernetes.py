@@ -327,7 +327,7 @@ def _dockerfile(parts: ObjectInputs) -> str:
 
 
 class _BlockDumper(yaml.SafeDumper):
-    """A dumper that writes multi-line texts as blocks, and no anchors."""
+    """A YAML dumper that writes multi-line strings as block scalars, and never uses anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - required by PyYAML
         return True

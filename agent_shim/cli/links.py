@@ -1,10 +1,10 @@
 """Resolves the links between the jobs of a manifest, as the Director does.
 
-The rules are those of ``bosh/director/links`` in bosh. A link that ``consumes`` in the manifest does not mention comes
-from the only job that provides a link of its type. With ``from``, it comes from the only provider with that name and
-type. The value ``nil`` blocks a link, and ``instances``, ``properties`` and ``address`` define its content directly. An
-optional link may be absent unless ``consumes`` mentions it. It is a mistake if there is more than one possible
-provider. Links to other deployments cannot be resolved here.
+The rules are those of ``bosh/director/links`` in bosh. If ``consumes`` in the manifest does not mention a link, the
+only job that provides a link of its type is the provider. If ``consumes`` has ``from`` for the link, the provider is
+the only one with that name and type. The value ``nil`` blocks a link, and ``instances``, ``properties`` and ``address``
+define its content directly. An optional link may be absent unless ``consumes`` mentions it. It is a mistake if there is
+more than one possible provider. Links to other deployments cannot be resolved here.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ the network, and whether the address must be an IP address rather than a name.
 
 
 class Addresses(NamedTuple):
-    """How to find the addresses of instances and of a whole group (``link.address``). ``whole`` returns "" if groups
-    have no address.
+    """Functions that return the addresses of instances, and of a whole group (``link.address``). ``whole`` returns ""
+    if groups have no address.
     """
 
     one: Address
@@ -58,7 +58,9 @@ class Links(NamedTuple):
 
 
 class Resolver:
-    """Resolves links with all providers in a manifest. ``specs`` contains the available job specs by group and job."""
+    """Resolves links between all jobs in a manifest. ``specs`` contains the job specs that are available, by group and
+    job.
+    """
 
     def __init__(
         self, manifest: DeploymentManifest, specs: Mapping[tuple[str, str], JobSpec], addresses: Addresses
@@ -113,7 +115,9 @@ class Resolver:
         return wanted.optional and not self._unknown and all(each.type != wanted.type for each in self.providers)
 
     def _add(self, links: Links, wanted: Consumed, source: Mapping[str, Any] | None, where: str) -> None:
-        """Add a link from a job of the manifest. ``source`` is its value in ``consumes``, or None."""
+        """Find the job in the manifest that provides a link, and add the link to ``links``. ``source`` is the link's
+        entry in ``consumes``, or None if there is no entry.
+        """
         of_type = [each for each in self.providers if each.type == wanted.type]
         if source is None:
             source, found = {}, of_type

@@ -64,7 +64,9 @@ class Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``monit``. Return 0 on success, otherwise 1. A status command succeeds even if no agent runs."""
+    """Run ``monit``. Return 0 on success, otherwise 1. The commands ``status`` and ``summary`` succeed even if no agent
+    runs.
+    """
     name, code = Path(sys.argv[0]).name, 0
     try:
         given, words = _options(list(sys.argv[1:] if argv is None else argv))
@@ -156,8 +158,8 @@ def _daemon(command: Command) -> int:
 
 
 def _require_control_file(command: Command) -> None:
-    """Raise ``MonitError`` if ``-c`` names a missing file. The path that stemcells use is always accepted, because it
-    stands for the running agent.
+    """Raise ``MonitError`` if ``-c`` names a missing file. The path of the control file on a stemcell is always
+    accepted, even if the file is missing, because it stands for the running agent.
     """
     given = command.options.get("-c", "")
     if given and Path(given) != _control_file(command) and not Path(given).exists():
@@ -169,7 +171,9 @@ def _control_file(command: Command) -> Path:
 
 
 def _ask(command: Command, action: str, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Send a request and return the answer. Raises ``MonitError`` on a refusal, ``NoAgentError`` without an agent."""
+    """Send a request and return the answer. Raises ``MonitError`` if the agent refuses the request, and
+    ``NoAgentError`` if no agent is running.
+    """
     request = {"command": "services", "action": action, "names": list(names), "group": command.group}
     try:
         reply: dict[str, Any] = control_client.ask(command.paths.control_socket, request)

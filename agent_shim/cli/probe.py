@@ -26,7 +26,7 @@ NO, NO_AGENT = 1, 69
 
 
 def read(words: list[str]) -> tuple[str, str] | None:
-    """Return the kind and the base directory of a probe if the command line has the form that is usual in manifests.
+    """Return the kind and the base directory of a probe if the command line has the usual form in a pod's manifest.
 
     Return None for any other command line, which the full parser handles.
     """

@@ -35,7 +35,7 @@ MAX_MANIFEST_BYTES: Final = 16 * 1024 * 1024
 
 
 class _ReleasePart(msgspec.Struct, frozen=True):
-    """The fields that all parts in release.MF have in common. ``sha1`` is the digest string of the part's tarball."""
+    """Fields that every part listed in release.MF has. ``sha1`` is the digest string of the part's tarball."""
 
     name: str = ""
     version: str = ""
@@ -174,8 +174,8 @@ def extract_packages(tarball: Path, manifest: ReleaseManifest, directory: Path) 
     """Copy the tarball of each package of ``manifest`` to ``directory/NAME.tgz``. Yields the package's name and the
     path of the copy.
 
-    Raises ``ArchiveError`` or ``DigestError`` for a package that is not in the manifest, is missing, or has another
-    digest.
+    Raises ``ArchiveError`` if a package is missing or is not listed in the manifest, and ``DigestError`` if its digest
+    is wrong.
     """
     digests = {package.name: package.sha1 for package in manifest.packages}
     seen: set[str] = set()

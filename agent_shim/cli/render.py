@@ -1,10 +1,10 @@
 """``agent-shim render``: evaluate the templates of an instance group without a Director. The result is a spec directory
 for ``AgentShim.spec``.
 
-The manifest describes a deployment, and all its variables have values (``bosh interpolate``). Releases are directories
-with ``jobs``, or tarballs. If a tarball contains compiled packages, they are unpacked too. Ruby evaluates the templates
-(``render.rb``) with the properties and links that a Director would give them. Because source releases contain no
-compiled packages, there is a warning for each missing package.
+The manifest describes a deployment, and all its variables must have values (``bosh interpolate``). Releases are
+directories with ``jobs``, or tarballs. If a tarball contains compiled packages, they are unpacked too. Ruby evaluates
+the templates (``render.rb``) with the properties and links that a Director would give them. Because source releases
+contain no compiled packages, there is a warning for each missing package.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ EXECUTABLE: Final = 0o755
 COMPILE: Final = "use a compiled release (see `bosh-agent compile`)"
 LOOPBACK: Final = "127.0.0.1"
 INDEX: Final = "AGENT_SHIM_INDEX"
-"""Environment variable that is used if the option for the index is not given. Each option that describes the instance
-has such a variable, so that all pods of a StatefulSet can have the same arguments.
+"""Environment variable that replaces the option for the index. Every option that describes the instance has such a
+variable, so that all pods of a StatefulSet can have the same arguments.
 """
 ADDRESS: Final = "AGENT_SHIM_ADDRESS"
 AZ: Final = "AGENT_SHIM_AZ"
@@ -71,8 +71,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def write(args: argparse.Namespace) -> list[str]:
-    """Write ``jobs``, ``packages`` and ``instance.json``, or with ``args.kubernetes`` the Kubernetes objects, into the
-    directory ``args.out``. Return warnings.
+    """Write a spec directory (``jobs``, ``packages`` and ``instance.json``) to ``args.out`` or, if ``args.kubernetes``
+    is set, the Kubernetes objects. Return warnings.
     """
     manifest = deployment.read_manifest(args.manifest)
     group = manifest.group(args.group)
@@ -228,7 +228,7 @@ def _of_addons(manifest: DeploymentManifest) -> list[str]:
 
 
 def _addresses(manifest: DeploymentManifest, instance: RenderedInstance, one: str, whole: str) -> links.Addresses:
-    """Return functions that find the addresses of instances and groups. They use the patterns from the options, the
+    """Return functions that find the addresses of instances and groups. They use the patterns given as options, the
     address of ``instance``, and static IPs.
     """
 
@@ -319,7 +319,9 @@ def _sorted(value: Any) -> Any:
 
 
 def _spec(manifest: DeploymentManifest, instance: RenderedInstance, job: DeployedJob) -> dict[str, Any]:
-    """Return ``spec`` for the templates. Networks without a static address all have the same address."""
+    """Return the object that templates access as ``spec``. All networks without a static address have the instance's
+    address.
+    """
     group = instance.group
     return {
         "name": group.name,

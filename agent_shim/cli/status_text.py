@@ -1,4 +1,4 @@
-"""Formats the status of a running agent as text. All functions are pure."""
+"""Formats the status of a running agent as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLOURS: Final = {
     **dict.fromkeys(("failing", "broken", "down", "stuck"), "wrong"),
     **dict.fromkeys(("stopped", "unmonitored"), "faint"),
 }
-"""Colours for the states of the Director and the agent. Other states have none."""
+"""Colours for process states, both those that the Director sees and the agent's own. Other states are not coloured."""
 
 
 def render(status: dict[str, Any], paint: Paint = plain, columns: int = 0, lines: int = 0) -> str:
@@ -79,8 +79,8 @@ def _moment(stamp: float) -> str:
 
 
 def shown_state(process: dict[str, Any]) -> str:
-    """Return the agent's state of a service, which is more detailed than the Director's, or ``failing`` if a check
-    fails.
+    """Return the agent's own state of a service, which is more detailed than the one reported to the Director. If a
+    running service fails a check, return ``failing``.
     """
     return "failing" if process["state"] == "failing" and process["phase"] == "running" else str(process["phase"])
 

@@ -138,7 +138,9 @@ def _manifest(release: ReleaseDirectory, version: str, only: Sequence[str] | Non
 
 
 def _shown(tool: str, name: str, timeout_s: float) -> int:
-    """Wait until all processes run, and print their status. Return the exit code of the command."""
+    """Wait up to ``timeout_s`` seconds until all processes are running, and print their status. Return the exit code
+    for ``agent-shim try``.
+    """
     deadline = time.monotonic() + timeout_s
     ready = _probe(tool, name)
     while ready.returncode != 0 and time.monotonic() < deadline and _is_running(tool, name):

@@ -62,7 +62,7 @@ from agent_shim.host.privilege_probes import error_of
 from agent_shim.services import address_watch
 
 ANSWER_TIMEOUT_S: Final = 3.0
-"""Timeout for an answer over the network."""
+"""Timeout for an answer from a server."""
 MAX_GREETING_BYTES: Final = 65536
 """Maximum length of a NATS server's greeting. A typical line has 500 bytes."""
 INITS: Final = frozenset({"s6-svscan", "systemd", "runsvdir", "init", "tini", "dumb-init", "catatonit"})
@@ -136,8 +136,8 @@ def examine(paths: Paths, config: Path | None, creator: Runtime | None = None) -
 
 
 def _tier(view: ContainerView, *, mounts_work: bool) -> str:
-    """Return the container's tier. Root in a user namespace is a separate tier, because it has no privileges on the
-    host.
+    """Describe the container's tier. Root in a user namespace counts as a separate tier, because it has no privileges
+    on the host.
     """
     if not view.is_root:
         return "restricted: no root"
@@ -147,8 +147,8 @@ def _tier(view: ContainerView, *, mounts_work: bool) -> str:
 
 
 def runtime(settings: Effective | None, paths: Paths) -> Runtime:
-    """Return the creator of the container. A creator is recognised by a mount that only it creates. If there is no such
-    mount, bus addresses in the settings mean that a CPI created the container.
+    """Return which kind of program has created the container. It is recognised by a mount that only this kind creates.
+    If there is no such mount, bus addresses in the settings mean that a CPI has created the container.
 
     An agent with a base directory other than /var/vcap runs on a workstation, which counts as a container engine.
     """
@@ -343,7 +343,7 @@ def _directories(view: ContainerView) -> Iterator[Finding]:
 
 
 def _volume(view: ContainerView, path: Path, needs: str) -> Finding:
-    """Judge a directory that should be a volume. ``needs`` says what is stored there."""
+    """Check a directory that should be a volume. ``needs`` says what is stored there."""
     mount, found, limit = mounts.mount_of(path, mounts.mounts()), "", ""
     is_missing, is_data = mount is None or mount.point == Path("/"), path == view.paths.data
     if error := error_of(privilege_probes.write, path):
@@ -372,7 +372,7 @@ def _space(view: ContainerView) -> Iterator[Finding]:
 
 
 def _free(view: ContainerView, path: Path) -> Finding:
-    """Judge the free bytes and inodes of a file system. A total of 0 inodes means that the file system has no limit."""
+    """Check how many bytes and inodes of a file system are free. An inode total of 0 means that there is no limit."""
     status = os.statvfs(path)
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     found = f"{path}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
@@ -511,7 +511,7 @@ def _applied(paths: Paths) -> Mapping[str, Any]:
 
 
 def _bus(view: ContainerView) -> Iterator[Finding]:
-    """Judge the bus, which needs only one responding address, and the firewall rules that block jobs from it."""
+    """Check that at least one address of the bus can be reached, and that firewall rules block jobs from the bus."""
     errors = {
         f"{address.hostname}:{address.port or NATS_PORT}": _bus_error(view, address) for address in _bus_addresses(view)
     }
@@ -559,7 +559,7 @@ def _read_line(one: socket.socket) -> None:
 
 
 def _firewall_obstacle(view: ContainerView) -> str:
-    """Return "" if firewall rules keep jobs from the bus, or would do so while an agent runs, otherwise the reason."""
+    """Return why firewall rules cannot keep jobs from the bus, or "" if they can, at least while an agent runs."""
     if held := view.status.get("firewall"):
         return str(held["why"])
     if not view.is_root:

@@ -1,4 +1,4 @@
-"""The doctor's findings, and the report that contains them. Pure."""
+"""The doctor's findings, and the report that contains them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from agent_shim.core import safetext
 
 GOOD: Final = "good"
 LIMITED: Final = "limited"
-"""A feature is limited. Whether this matters depends on the jobs."""
+"""Verdict on a feature that is limited. Whether this matters depends on the jobs."""
 WRONG: Final = "wrong"
-"""A required feature does not work."""
+"""Verdict on a required feature that does not work."""
 
 WIDTH: Final = 120
 """Maximum width in columns if the output is a pipe or file."""
@@ -72,7 +72,7 @@ class Finding(NamedTuple):
     follows: str = ""
     change: str = ""
     patch: Mapping[str, Any] = NO_PATCH
-    """The change as a part of a pod's manifest, if the change needs nothing else."""
+    """The change as a part of a pod's manifest, if changing the manifest is sufficient."""
 
 
 class Report(NamedTuple):

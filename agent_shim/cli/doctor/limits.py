@@ -262,12 +262,12 @@ PATCHES: Final[Mapping[str, Mapping[str, Any]]] = {
     "directory not writable": {"container": {"securityContext": {"readOnlyRootFilesystem": False}}},
     "little shared memory": _volume({"medium": "Memory", "sizeLimit": "256Mi"}, SHARED_MEMORY, "shm"),
 }
-"""The patches for those rows of the table that have a patch."""
+"""Maps the name of a limit to its patch. Limits that cannot be removed with a patch are missing."""
 
 
 def _rows(table: str) -> Iterator[tuple[str, Consequence]]:
-    """Yield the name and limit of each row: ``NAME = VERDICT: CONSEQUENCE``, followed by one line per place with the
-    change.
+    """Yield the name and content of each row. A row reads ``NAME = VERDICT: CONSEQUENCE``, followed by one line with
+    the change for each creator of containers.
     """
     for row in re.split(r"\n(?=\S)", table.strip()):
         head, *changes = (" ".join(part.split()) for part in re.split(r"\n  (?=\w+: )", row))

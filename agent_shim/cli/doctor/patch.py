@@ -1,4 +1,4 @@
-"""``agent-shim doctor --patch``: changes to a pod as a strategic-merge patch for kubectl. Pure.
+"""``agent-shim doctor --patch``: changes to a pod as a strategic-merge patch for kubectl.
 
 The patch contains the changes that a pod needs and that can be made in its manifest alone. Changes that give a
 container more power, need a value or affect the node are added as comments, because only the owner knows whether the
