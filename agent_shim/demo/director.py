@@ -28,7 +28,7 @@ RETRIES: Final[Mapping[str, int]] = {"get_task": 4, "get_state": 2, "upload_blob
 """Number of retries if there is no reply, by method. Requests with other methods are not retried."""
 
 STOP_LIMIT_S: Final = 300.0
-"""How long the Director polls the task of a ``stop``."""
+"""How long the Director waits in total for the task of a ``stop`` to finish."""
 
 
 class RpcTimeoutError(ShimError):
@@ -144,7 +144,7 @@ class Director:
         self.uuid = str(uuid.uuid4())
         self.poll = poll
         self.polls = 0
-        """Number of task queries so far."""
+        """How often a task has been queried so far."""
         self.peer: BusClient | None = None
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
 
@@ -161,11 +161,11 @@ class Director:
     async def call(
         self, agent_id: str, method: str, *arguments: Any, timeout: float = 45.0, retries: int | None = None
     ) -> dict[str, Any]:
-        """Send a request and return the reply, which contains a value or an exception.
+        """Send a request and return the reply, which contains a value or an exception. Raises ``RpcTimeoutError`` if no
+        reply arrives within ``timeout`` seconds.
 
-        Raises ``RpcTimeoutError`` after ``timeout`` seconds.
-
-        ``retries`` is the number of retries. None means as many as the Director makes for this method.
+        ``retries`` is how often the request is repeated after a timeout. None means as often as the Director does it
+        for this method.
         """
         times = RETRIES.get(method, 0) if retries is None else retries
         for _ in range(1 + times):

@@ -38,16 +38,16 @@ NOT_YET_VALID: Final = (HOUR, 2 * HOUR)
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A certificate and its private key, both PEM."""
+    """A certificate and its private key, both in PEM format."""
 
     certificate: str
     private_key: str
 
 
 def agent_name(agent_id: str, *, bootstrap: bool = False) -> str:
-    """Return the common name of an agent's certificate.
+    """Return the common name in an agent's certificate.
 
-    Only the name distinguishes the short-lived bootstrap certificate from later certificates.
+    The name is the only difference between the short-lived bootstrap certificate and later certificates.
     """
     return f"{agent_id}.bootstrap.agent.bosh-internal" if bootstrap else f"{agent_id}.agent.bosh-internal"
 
@@ -58,10 +58,10 @@ def subject(common_name: str) -> str:
 
 
 class Authority:
-    """A certificate authority. ``ca`` is its certificate (PEM).
+    """A certificate authority. ``ca`` is its certificate in PEM format.
 
-    ``bits`` is the length of all RSA keys that it issues; 0 means elliptic-curve keys (P-256). Without ``issuer`` the
-    authority signs itself.
+    ``bits`` is the length of its own RSA key and of those that it issues; 0 means elliptic-curve keys (P-256). The
+    certificate is signed by ``issuer`` or, if that is None, by the authority itself.
     """
 
     def __init__(

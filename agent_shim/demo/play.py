@@ -75,7 +75,7 @@ class DemoError(ShimError):
 def main(*, keep: bool = False) -> int:
     """Run the demonstration once. Return 0, or raise the error of the check that failed.
 
-    With ``keep``, only the deployment is run, and the deployed jobs keep running until Ctrl-C.
+    If ``keep`` is set, only deploy the jobs, and keep them running until Ctrl-C.
     """
     scratch = Path(tempfile.mkdtemp(prefix="agent-shim-demo-"))
     try:
@@ -136,7 +136,7 @@ class Story:
         self._agent: process.Process | None = None
         self._has_jobs = False
         self._now = "the start"
-        """The step that is running, or the last one."""
+        """Name of the current step or, between steps, of the last one."""
 
     def say(self, what: str, *details: str) -> None:
         _print(f"{time.monotonic() - self.begun_at:7.2f} s  {what}")
@@ -145,7 +145,9 @@ class Story:
 
     @contextmanager
     def step(self, name: str) -> Iterator[list[str]]:
-        """Print ``name`` with the duration of the block, followed by the details that the block has appended."""
+        """Run a step in the block. Afterwards, print ``name`` with the duration, and the details that the block has
+        appended to the list.
+        """
         begun_at = time.monotonic()
         details: list[str] = []
         self._now = name
@@ -206,8 +208,8 @@ class Story:
 
     @asynccontextmanager
     async def _agent_for_the_block(self) -> AsyncIterator[None]:
-        """Start an agent for the duration of the block. Then, even after a failure, stop its jobs and the agent. After
-        a success, require exit status 0.
+        """Start an agent for the duration of the block. Then stop its jobs and the agent, even if the block fails. If
+        it succeeds, the agent's exit status must be 0.
         """
         try:
             await self._boot()

@@ -1,4 +1,4 @@
-"""A small release with real servers. Its templates are rendered for a base directory in a scratch directory."""
+"""A small release whose jobs run real servers. Its templates are rendered for a base in a scratch directory."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class DemoRelease:
         return found
 
     def spec(self, agent_id: str, networks: dict[str, Any]) -> dict[str, Any]:
-        """Return the full spec, but without the rendered templates, because their blob id changes with each upload."""
+        """Return the full spec, except for the rendered templates, whose blob id changes with each upload."""
         jobs = [{"name": name, "version": "1"} for name in ("store", "web", "flaky", "smoke")]
         return {
             "deployment": "demo",
