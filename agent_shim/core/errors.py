@@ -25,7 +25,7 @@ class ConfigError(ShimError):
 
 
 class SettingsError(ConfigError):
-    """The settings of the CPI cannot be used. The text names the JSON path."""
+    """The settings from the CPI cannot be used. The text contains the JSON path of the mistake."""
 
 
 class NotThereError(ShimError):

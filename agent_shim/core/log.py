@@ -1,6 +1,6 @@
-"""Logging: one line per record, as JSON for log collectors or as text for a terminal, without secrets.
+"""Writes each log record on one line, without secrets, as JSON for log collectors or as text for a terminal.
 
-INFO is a timeline for operators; WARNING needs attention if it repeats; ERROR needs an operator.
+INFO lines are a timeline of normal events, a WARNING needs attention if it repeats, and an ERROR needs an operator.
 """
 
 from __future__ import annotations

@@ -18,15 +18,15 @@ class Paths:
     def __init__(self, base: Path = VCAP) -> None:
         self.base = base
         self.is_system = base == VCAP
-        """True for the real tree. Only then may the agent change files outside ``base`` (``/etc``)."""
+        """True if ``base`` is ``/var/vcap``. Only then may the agent change files outside of it, in ``/etc``."""
         self.etc = Path("/etc") if self.is_system else base / "etc"
         self.logrotate_rule = self.etc / "logrotate.d" / "vcap"
         """The configuration with which logrotate, run by cron, rotates job logs under the Go agent."""
         self.system_log = Path("/var/log") if self.is_system else base / "var/log"
         """The directory that ``bosh logs --system`` packs."""
         self.shared_owner = "root:vcap" if self.is_system else None
-        """Owner of directories that jobs may read: ``root:vcap`` on the real tree. Below another base, it is None, and
-        owners are not changed.
+        """Owner of directories that jobs may read: ``root:vcap`` if ``base`` is ``/var/vcap``. Otherwise it is None,
+        and owners are not changed.
         """
 
         # --- bosh: the agent's own state ------------------------------------------------------------------------------

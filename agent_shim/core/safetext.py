@@ -28,7 +28,7 @@ def _escaped(text: str, kept: str) -> str:
 
 
 def number(character: str) -> str:
-    """Return a character as a JSON escape sequence. This form is used for all texts, because it keeps a JSON document
+    """Return a character as a JSON escape sequence. All texts use this form of escape, because it keeps a JSON document
     valid.
     """
     units = character.encode("utf-16-be", "surrogatepass")

@@ -72,8 +72,8 @@ class BpmOptions(msgspec.Struct, frozen=True):
 
 
 class MonitOptions(msgspec.Struct, frozen=True):
-    """Addresses on which to serve monit's API, and to listen on the mail port to which monit sends alerts under the Go
-    agent. Each is ``ADDR:PORT`` or ``off``.
+    """Options for replacing monit. ``http`` is the address of monit's API, and ``mail`` is the address to which monit
+    sends alerts under the Go agent. Each is ``ADDR:PORT`` or ``off``.
 
     The default "" stands for the usual port if the base directory is ``/var/vcap``, and otherwise for ``off``.
     """
@@ -81,7 +81,9 @@ class MonitOptions(msgspec.Struct, frozen=True):
     http: OptionalListener = ""
     mail: OptionalListener = ""
     password: str = ""
-    """Replaces the random password, for releases that rely on the Go agent's password (``random-password``)."""
+    """Password to use instead of a random one, for releases that rely on the Go agent's password
+    (``random-password``).
+    """
 
 
 class LogOptions(msgspec.Struct, frozen=True, rename="camel"):
@@ -148,8 +150,8 @@ _OF_THE_GO_AGENT: Final = frozenset({"platform", "infrastructure"})
 
 
 def parse_config(raw: bytes, *, origin: str, unknown: list[str] | None = None) -> AgentConfig:
-    """Parse the content of agent.json. Raises ``ConfigError`` with the file name ``origin`` and up to ``MAX_MISTAKES``
-    mistakes.
+    """Parse the content of agent.json. Raises ``ConfigError``, which lists up to ``MAX_MISTAKES`` mistakes and gives
+    ``origin`` as the name of the file.
 
     For each unknown key, at the top level or in ``AgentShim``, a line is appended to ``unknown``. The Go agent's own
     parts are not checked.
