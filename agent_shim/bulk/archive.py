@@ -1,4 +1,4 @@
-"""Unpacks tar archives, and reads single members of them.
+"""Unpacks tar archives, or reads their members one by one.
 
 The digest of an archive is checked before it is read, so whoever made the archive is as trusted as the Director. The
 limits on size, number of members and time only guard against faulty archives. :mod:`tarfile` is only used to read the

@@ -31,7 +31,9 @@ TRIES: Final = 3
 
 
 class Blobs:
-    """Access to the blobs of one agent. As a context manager, it closes the HTTP client if one was used."""
+    """Fetches and stores the blobs of one agent. This is a context manager, which closes the HTTP client if one was
+    used.
+    """
 
     def __init__(self, store: Blobstore, paths: Paths, timing: TransferTiming = TransferTiming()) -> None:  # noqa: B008 - the struct is frozen
         self._store = store
@@ -58,8 +60,8 @@ class Blobs:
             yield file
 
     async def put(self, path: Path, signed_url: str, headers: Mapping[str, str]) -> str:
-        """Store a file and return its new id. With a signed URL, return "", because only the sender of the URL knows
-        the id.
+        """Store a file as a new blob and return the blob's id. With a signed URL, return "", because only the sender of
+        the URL knows the id.
         """
         if signed_url:
             with path.open("rb") as source:

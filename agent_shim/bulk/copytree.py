@@ -31,13 +31,13 @@ from agent_shim.host.process import SETPRIV
 
 CHUNK_BYTES: Final = 1 << 20
 REPORT_PERIOD_S: Final = 0.5
-"""Interval of progress reports."""
+"""Interval between progress reports."""
 MAX_ATTEMPTS: Final = 3
 """Maximum number of attempts to copy a source that keeps changing."""
 MAX_TEXT_BYTES: Final = 16384
 MIN_FREE_BYTES: Final = 1 << 20
 """If storing an attribute fails for lack of space, the disk is considered full if it has fewer free bytes than this.
-Otherwise the attribute exceeds a limit of the file system.
+Otherwise, the attribute is assumed to exceed a limit of the file system.
 """
 SHOWN_CHARS: Final = 200
 """Number of characters shown from the beginning and from the end of a message. What lies between is cut out, because

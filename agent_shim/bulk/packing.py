@@ -68,7 +68,8 @@ class OutputError(OSError):
 def pack(
     out: BinaryIO, trees: Sequence[Tree], *, compressed: bool = True, newest: int | None = None, remarks: str = ""
 ) -> MultipleDigest:
-    """Write ``trees`` as one archive, gzip by default; return its digests ``sha1;sha512``.
+    """Write ``trees`` to ``out`` as one archive, which is compressed with gzip by default. Return the SHA-1 and SHA-512
+    digests of the archive.
 
     If several trees have an entry of the same name, the last tree's entry is packed. Modification times later than
     ``newest`` (seconds since 1970) are replaced by ``newest``, so that an archive with generated files has the same
@@ -129,7 +130,7 @@ class _Listed(msgspec.Struct, frozen=True):
 
 
 class _ArchiveWriter:
-    """The archive under construction: the packed names, and the remarks."""
+    """Writes the archive, and keeps the names of the packed entries and the remarks."""
 
     def __init__(self, sink: Sink, *, is_live: bool) -> None:
         self.names: set[str] = set()

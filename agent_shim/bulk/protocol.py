@@ -88,7 +88,7 @@ class Tree(msgspec.Struct, frozen=True):
 
 
 class Pack(msgspec.Struct, frozen=True, tag=True):
-    """Pack ``trees`` into the file ``path``, gzip by default.
+    """Pack ``trees`` into the file ``path``, which is compressed with gzip by default.
 
     Modification times later than ``newest`` (seconds since 1970) are replaced by ``newest``. ``remarks`` is set if
     other processes may be writing to the trees; it names the archive entry that lists the files that were left out or

@@ -11,7 +11,7 @@ from agent_shim.core.errors import BlobError
 
 
 class TransferTiming(msgspec.Struct, frozen=True):
-    """Timeouts in seconds, sizes in bytes."""
+    """Timeouts and limits of transfers, in seconds and bytes."""
 
     connect: float = 10.0
     stall: float = 30.0

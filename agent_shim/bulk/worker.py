@@ -2,8 +2,8 @@
 
 ``python -m agent_shim.bulk.worker PARENT`` reads requests from standard input, one line each, executes them one after
 the other, and writes the answers to standard output (``bulk.protocol``; the other end is ``bulk.workers``). Expected
-failures are part of the answer. Any other failure ends the worker with a traceback. When the worker or its parent is
-terminated, it removes its temporary files.
+failures are part of the answer. After any other failure, the worker exits with a traceback. When the worker or its
+parent is terminated, it removes its temporary files.
 
 An action has to wait until its worker has started, so each kind of request imports only the modules that it needs.
 """
