@@ -129,7 +129,7 @@ def _without_none(hint: Any) -> Any:
 
 
 class Dispatcher:
-    """Answers requests with the registered actions."""
+    """Answers requests by running the registered actions."""
 
     def __init__(self, agent: Agent, tasks: Tasks, *, on_done: Done) -> None:
         self._agent = agent

@@ -1,4 +1,4 @@
-"""DNS records and ARP entries."""
+"""Actions that update DNS records and delete ARP entries."""
 
 from __future__ import annotations
 

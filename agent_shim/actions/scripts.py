@@ -48,7 +48,7 @@ async def run_errand(agent: Agent, cancelled: asyncio.Event, name: str | None = 
     """Run ``bin/run`` of a job. A non-zero exit code is part of the result and does not make the action fail
     (agent/action/run_errand.go).
 
-    Without a name, run the first job of the instance group, named by ``job.template``.
+    If ``name`` is None, run the errand of the first job in the instance group, which ``job.template`` names.
     """
     job = agent.spec.current.job
     if name is None:
