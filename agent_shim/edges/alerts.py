@@ -1,7 +1,7 @@
-"""Alerts about processes, for the Health Monitor.
+"""Sends alerts about processes to the Health Monitor.
 
-Severities, titles and fields are the same as in the Go agent (``agent/alert/monit_adapter.go``). Event names are
-monit's.
+Severities, titles and fields are the same as in the Go agent (``agent/alert/monit_adapter.go``). The names of events
+are the same as in monit.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Alerts:
     ) -> None:
         self.sent = 0
         self.dropped = 0
-        """Number of queued alerts that were dropped in favour of newer ones."""
+        """Number of queued alerts that were dropped to make room for newer ones."""
         self.collapsed = 0
         """Number of repeated alerts that were not sent."""
         self._subject = f"hm.agent.alert.{agent_id}"

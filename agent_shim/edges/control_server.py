@@ -1,8 +1,8 @@
 """The control socket, on which the daemon answers operators' commands.
 
-It is a Unix socket with mode 0600, for root and the agent's own user. On each connection, the client sends one request,
-which is a JSON object in one line (``{"method": …, "arguments": […]}`` as on the bus, or ``{"command": "status"}``),
-and gets one JSON reply in one line. ``control_client`` is the counterpart.
+It is a Unix socket with mode 0600, so only root and the agent's own user can connect to it. On each connection, the
+client sends one request, which is a JSON object in one line (``{"method": …, "arguments": […]}`` as on the bus, or
+``{"command": "status"}``), and gets one JSON reply in one line. ``control_client`` is the counterpart.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Readings(msgspec.Struct, frozen=True):
     tasks_waiting: int = 0
     firewall_enforced: bool = False
     failures: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """How many times each of the agent's background tasks has failed and was restarted, by task name."""
+    """How many times each of the agent's background tasks has failed and been restarted, by task name."""
     addresses_missing: int = 0
     """Number of expected addresses that no interface has."""
     certificates: Mapping[str, float] = msgspec.field(default_factory=dict)
@@ -206,7 +206,9 @@ def _page(registry: CollectorRegistry, is_openmetrics: bool, is_packed: bool) ->
 
 
 def _of_agent(readings: Readings) -> Iterator[Metric]:
-    """Yield all metric families with their samples, except those about processes and those that count events."""
+    """Yield all metric families with their samples, except those about processes and the event counters of
+    ``Metrics``.
+    """
     build = {"version": __version__, "revision": __revision__, "python": ".".join(map(str, sys.version_info[:3]))}
     yield InfoMetricFamily("agent_shim_build", "Version of the agent and of its Python.", build)
     stemcell = dict(zip(("os", "version"), readings.stemcell, strict=True)) if readings.stemcell else None
@@ -263,8 +265,8 @@ uploads blobs to the agent and downloads them from it.
 """
 _TRANSFERS: Final = tuple((direction, outcome) for direction in _DIRECTIONS for outcome in ("done", "failed"))
 ALERT_OUTCOMES: Final = ("sent", "dropped", "collapsed")
-"""An alert was sent on the bus, was dropped in favour of newer ones while disconnected, or was suppressed as a
-repetition.
+"""Whether an alert was sent on the bus, dropped in favour of newer ones while the bus was disconnected, or suppressed
+as a repetition.
 """
 INSTANCE: Final = ("deployment", "group", "index", "id", "az")
 """Labels of ``agent_shim_instance_info``."""

@@ -153,8 +153,8 @@ def _refused(status: int, why: str) -> HttpResponse:
 
 
 def _page(shown: Mapping[str, Any], name: str, pending: str) -> HttpResponse:
-    """Render a service. The requested action is shown as pending even if it is already done, because scripts search for
-    ``pending``.
+    """Render the page of a service. The requested action is shown as pending even if it is already done, because
+    scripts search for ``pending``.
     """
     service = _named(shown, name)
     if service is None:
@@ -296,7 +296,9 @@ def _state(status: int, hint: int, monitor: int, mode: int, pending: int) -> dic
 
 
 def _groups(services: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the groups with their members. As in monit, the members are in the reverse order of the files."""
+    """Return the groups with the names of their services. As in monit, these are in the reverse of their order in the
+    monit files.
+    """
     found: dict[str, list[str]] = {}
     for service in services:
         for group in service["groups"]:

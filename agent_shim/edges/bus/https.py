@@ -1,9 +1,10 @@
-"""HTTPS server for ``bosh create-env``: requests at ``/agent``, blobs below ``/blobs/``.
+"""The HTTPS server for ``bosh create-env``. It answers requests at ``/agent``, and stores and serves blobs below
+``/blobs/``.
 
 Paths, statuses and bodies are those of the Go agent (``mbus/https_handler.go``, ``mbus/https_dispatcher.go``). Only
-callers with the user and password in the bus address are served. All other callers get short answers and little time,
-and their connections are the first to be closed to make room for new ones. The server never sends unsolicited messages.
-All times are in seconds.
+callers with the user and password in the bus address are served. All other callers get short answers and short
+timeouts, and their connections are the first to be closed to make room for new ones. The server never sends unsolicited
+messages. All times are in seconds.
 
 This module imports aiohttp, which an agent on NATS never loads.
 """
@@ -211,7 +212,9 @@ class HttpsBus:
         self._server = None
 
     def _admit(self, context: ssl.SSLContext, caller: socket.socket) -> None:
-        """Start TLS with a caller. If the limit is reached, close an unauthenticated connection."""
+        """Start TLS with a caller. If there are already too many connections, first close an unauthenticated one, or
+        close the new one if all are authenticated.
+        """
         connections = self._web.connections
         self._known.intersection_update(connections)
         callers = self._callers.items()
@@ -379,7 +382,9 @@ class HttpsBus:
         return response
 
     async def _body(self, request: web.BaseRequest, most: int) -> AsyncIterator[bytes]:
-        """Yield the body. Raises ``TimeoutError`` on a stall, ``_TooLargeError`` beyond ``most`` bytes."""
+        """Yield the body in chunks. Raises ``TimeoutError`` if no data arrives in time, and ``_TooLargeError`` if the
+        body has more than ``most`` bytes.
+        """
         if (request.content_length or 0) > most:
             raise _TooLargeError
         if request.headers.get("Expect", "").lower() == "100-continue":

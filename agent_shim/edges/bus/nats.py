@@ -1,4 +1,5 @@
-"""The agent's NATS connection: one subscription, replies to the subject named in the request, automatic recovery.
+"""Keeps the agent connected to NATS. The agent has a single subscription, and sends each reply to the subject named in
+the request.
 
 A connection that ends or no longer responds is discarded and replaced by a new one. Reconnection, back-off and
 credential rotation are implemented here, because nats-py can give up or stop receiving without an error.
