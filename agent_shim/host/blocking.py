@@ -1,4 +1,4 @@
-"""Runs blocking work in threads, so that the event loop continues.
+"""Runs blocking work in threads, so that it does not stop the event loop.
 
 There are two ways. ``asyncio.to_thread`` runs work that always finishes soon, such as reading the agent's own files.
 Its pool has only a few threads, and the process waits for them when it exits. :func:`call` runs work that may hang,
@@ -22,7 +22,9 @@ T = TypeVar("T")
 TIMEOUT_S: Final = 2.0
 """Default deadline of a call."""
 MAX_THREADS: Final = 32
-"""Maximum number of threads that hang at the same time, for example because the volumes of many jobs do not answer."""
+"""Maximum number of threads that may hang at the same time, for example because the volumes of many jobs do not
+answer.
+"""
 _POLL_S: Final = 0.01
 
 _busy: Final[set[str]] = set()

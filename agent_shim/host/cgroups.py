@@ -127,12 +127,14 @@ def memory_total(cgroup: Cgroup, host: int) -> int:
 
 
 def memory_limit(version: int, level: Path) -> int | None:
-    """Return the limit in bytes. If there is none, return None in version 2, and a number near 2**63 in version 1."""
+    """Return a cgroup's memory limit in bytes. If it has none, return None in version 2, and a number near 2**63 in
+    version 1.
+    """
     return _number(level / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
 
 
 def memory_current(version: int, level: Path) -> int | None:
-    """Return the charged bytes, including page cache."""
+    """Return the number of bytes charged to a cgroup, including page cache."""
     return _number(level / ("memory.current" if version == 2 else "memory.usage_in_bytes"))
 
 
@@ -215,10 +217,10 @@ def _tightest(hierarchy: Hierarchy | None, most: int) -> Path | None:
 
 
 def cpu_times(cgroup: Cgroup, age: float) -> host_stats.CpuTimes | None:
-    """Return the CPU seconds used. ``total`` is the CPU time that the quota allows within ``age`` seconds, and ``wait``
-    is 0, because cgroups do not report the time spent waiting for disks.
+    """Return the CPU seconds that the container has used. ``total`` is the CPU time that the quota allows within
+    ``age`` seconds, and ``wait`` is 0, because cgroups do not report the time spent waiting for disks.
 
-    Return None if there is no quota below the number of CPUs.
+    Return None unless there is a quota that is lower than the number of CPUs.
     """
     quota, index = min(_quotas(cgroup), default=(math.inf, 0))
     if quota >= (os.cpu_count() or 1) or (used := _cpu_used(cgroup, index)) is None:

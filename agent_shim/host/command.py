@@ -26,7 +26,8 @@ async def run(
     timeout: float = 60.0,
     grace: float = 1.0,
 ) -> str:
-    """Run the program with ``given`` as stdin and return its output. If it fails, raises ``HostError`` with the output.
+    """Run the program with ``given`` as stdin and return its output. Raises ``HostError`` with the output if the
+    program fails.
 
     ``through`` is a command, such as setpriv, that is run in order to execute the program. Errors do not mention it.
     After ``timeout`` seconds, or on cancellation, SIGTERM is sent to the program's process group, and SIGKILL ``grace``

@@ -1,6 +1,6 @@
 """Writes files atomically, and creates directories with a given mode and owner.
 
-All functions block on the disk. The event loop calls them through ``asyncio.to_thread``. Failures are
+All functions block on the disk. The event loop calls them through ``asyncio.to_thread``. Failures raise
 :class:`HostError` with ``errno`` and a text that names the path. Owners are given as ``user:group``. An agent that does
 not run as root ignores them, so that an ordinary user can use a scratch tree. In a container without CAP_CHOWN, files
 keep root as their owner, which is logged once.
@@ -127,8 +127,8 @@ def chown(path: Path | str, owner: str) -> None:
 
 
 def _settle(fd: int, mode: int, owner: str | None) -> None:
-    """Set the owner, then the mode, because chown clears setuid and setgid bits. Values that are already correct are
-    not set again.
+    """Set the owner and then the mode of an open file, in this order because chown clears setuid and setgid bits.
+    Values that are already correct are not set again.
     """
     uid, gid = owner_ids(owner) if owner else (-1, -1)
     now = os.fstat(fd)
@@ -146,7 +146,7 @@ def _settle(fd: int, mode: int, owner: str | None) -> None:
 
 @functools.cache
 def can_chown() -> bool:
-    """Return True if root may change owners in this container. If not, log this once."""
+    """Return True if root may change the owners of files in this container. If it may not, log this once."""
     if "CHOWN" in capabilities.privileges().effective:
         return True
     logger.warning("cannot change owners of files: this container lacks CAP_CHOWN")
@@ -456,7 +456,7 @@ def write_all(target: int, data: bytes | memoryview) -> None:
 
 
 def sync_filesystem(path: Path) -> None:
-    """Sync the whole file system of ``path``, which is one call instead of thousands of fsyncs."""
+    """Sync the whole file system of ``path``, which takes one call instead of thousands of fsyncs."""
     import ctypes  # imported late, because it uses half a megabyte and most processes never need it
 
     with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:

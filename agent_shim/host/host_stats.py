@@ -1,4 +1,4 @@
-"""Processor times, memory, swap and load of the whole machine. Units are bytes and seconds.
+"""Reads the processor times, memory, swap and load of the whole machine. Units are bytes and seconds.
 
 Processor times and memory are read with psutil. The functions raise ``ValueError`` for figures that no kernel reports,
 such as negative ones.

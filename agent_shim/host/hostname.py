@@ -22,8 +22,8 @@ _VALID: Final = r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,62}[A-Za-z0-9])?"
 def owner(table: Sequence[mounts.Mount] | None = None) -> str:
     """Return the reason why the agent must not set the host name, or "" if it may.
 
-    A runtime that mounts ``/etc/hostname`` has set the host name itself. In the machine's UTS namespace, the agent
-    would change the host name of the machine.
+    It must not if the runtime mounts ``/etc/hostname`` and has therefore set the host name itself, or if this process
+    is in the machine's UTS namespace, where it would rename the machine.
     """
     if Path("/proc/self/ns/uts").stat().st_ino == INITIAL_UTS_NAMESPACE:
         return "the host name is that of the machine"

@@ -62,7 +62,7 @@ def members_of(name: str) -> list[tuple[int, int]]:
     """Return the living processes in job cgroups with this name and in cgroups nested in them, as pid and start time.
     This function blocks.
 
-    This finds the processes that were started by an agent without keepers (0.2.0), which put each program into such a
+    It finds the processes that were started by an agent without keepers (0.2.0), which put each program into such a
     cgroup.
     """
     below = f"/{_DIRECTORY}/{_escaped(name)}/"

@@ -1,5 +1,5 @@
-"""Keepers: small processes, each of which runs one program and remains the ancestor of all processes that the program
-starts.
+"""Starts and controls keepers: small processes, each of which runs one program and remains the ancestor of all
+processes that the program starts.
 
 ``keeper.c`` describes the program and its protocol. A keeper is a child subreaper, so the kernel knows which processes
 belong to its program: all descendants of the keeper. A keeper survives the agent. The next agent finds the keeper's
@@ -50,7 +50,7 @@ START_TIMEOUT_S: Final = 30.0
 """Timeout for executing a program, whose file may be on a dead file server."""
 ANSWER_TIMEOUT_S: Final = 10.0
 KILL_TIMEOUT_S: Final = 10.0
-"""How long to wait until all killed processes have ended. A process that is stuck in the kernel takes longer."""
+"""How long to wait until all killed processes have exited. A process that is stuck in the kernel takes longer."""
 RECONNECT_PAUSE_S: Final = 1.0
 """If a keeper disconnects again within this time after a reconnection, the agent gives up on it."""
 _PACKET_BYTES: Final = 4096
@@ -72,7 +72,7 @@ class User(msgspec.Struct, frozen=True):
 
 
 class Program(msgspec.Struct, frozen=True):
-    """A program to run and its execution parameters."""
+    """A program to run, and the conditions under which to run it."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -120,9 +120,9 @@ class KeeperState(msgspec.Struct, frozen=True):
     """
     failed: StartFailure | None = None
     exits: Mapping[int, Exit] = {}
-    """How the program (slot 0) and watched processes ended, by slot."""
+    """How the program (slot 0) and the watched processes exited, by slot."""
     reaped: int = 0
-    """Number of the keeper's children that have ended, including inherited ones."""
+    """Number of children that the keeper has reaped, including inherited ones."""
     is_killing: bool = False
     is_childless: bool = False
     """True once all descendants of the keeper have ended. It never becomes False again."""
@@ -250,14 +250,14 @@ class Keeper:
             await self._changed.wait()
 
     async def wait(self) -> Exit:
-        """Wait for the end of the program. Raises ``HostError`` once the connection to the keeper is lost."""
+        """Wait until the program has exited. Raises ``HostError`` once the connection to the keeper is lost."""
         await self.until(lambda: self.program_exit is not None)
         assert self.program_exit is not None
         return self.program_exit
 
     async def is_childless_within(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` for the end of all descendants. Return True if all have ended. Raises ``HostError``
-        once the keeper is lost.
+        """Wait up to ``seconds`` until all descendants have exited. Return True if they have. Raises ``HostError`` once
+        the keeper is lost.
         """
         # Do not use asyncio.timeout. Before Python 3.11.3 it never expires in a task that is being cancelled, as
         # callers may be.
@@ -286,8 +286,8 @@ class Keeper:
         return await asyncio.to_thread(send)  # use a thread of the pool, because jobs may have used up all threads
 
     async def kill(self) -> None:
-        """Tell the keeper to kill all its descendants. This does not wait until they have ended; see
-        ``is_childless_within``.
+        """Tell the keeper to kill all its descendants, without waiting until they have exited (see
+        ``is_childless_within``).
         """
         try:
             await self.request("kill")
@@ -499,7 +499,7 @@ async def start(
 
 
 async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
-    """Connect to the keepers of an earlier agent and return them. A keeper that does not answer has the pid 0.
+    """Connect to the keepers of an earlier agent and return them. The ``pid`` of a keeper that does not answer is 0.
 
     Also return the start ticks, by socket name, of keepers that cannot be reached or have ended without being released.
     """
@@ -538,7 +538,7 @@ def living(directory: Path) -> list[KeeperState]:
     """Return the states of the keepers that still have descendants. This function blocks for at most a second per
     keeper.
 
-    This disconnects any agent from its keepers, because a keeper serves only the latest client.
+    It disconnects any running agent from its keepers, because a keeper serves only the latest client.
     """
     found = []
     for name in _names(directory):

@@ -1,4 +1,4 @@
-"""The mount table of this process, and the system calls that change it.
+"""Reads the mount table of this process, and makes the system calls that change it.
 
 Calls raise :class:`HostError` with ``errno`` and a text that names both source and target. Only a trial
 (:func:`try_bind`) shows whether a container allows mounts, because neither the uid nor the capabilities reveal the
@@ -119,7 +119,9 @@ def is_local(path: Path) -> bool:
 
 
 def is_mount_point(path: Path, table: Sequence[Mount] | None = None) -> bool:
-    """Return True if something is mounted exactly on ``path``, bind mounts and files included."""
+    """Return True if something is mounted exactly on ``path``, which may be a directory or a file. Bind mounts count
+    too.
+    """
     real = path.resolve()
     if table is None:
         raw = MOUNTINFO.read_bytes()

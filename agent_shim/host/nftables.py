@@ -1,4 +1,4 @@
-"""Packet filter rules in a separate table, which the program ``nft`` replaces atomically.
+"""Sets packet filter rules in a separate table, which the program ``nft`` replaces atomically.
 
 Tables of other programs are not changed. Our table outlives the agent and exists until the network namespace is
 destroyed.

@@ -44,7 +44,7 @@ def error_of(probe: Callable[..., object], *args: object) -> int:
 
 
 def bind_mount(scratch: Path) -> None:
-    """Bind mount a directory in a new mount namespace."""
+    """Create a bind mount in a new mount namespace."""
     mounts.leave_mount_namespace()
     mounts.try_bind(scratch)
 

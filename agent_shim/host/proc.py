@@ -40,7 +40,7 @@ MAX_KERNEL_BYTES: Final = 64 * 1024
 MAX_CHILDREN_BYTES: Final = 1 << 20
 """Maximum size of a ``children`` file, in which each child takes about eight bytes."""
 MAX_COMMAND_LINE_BYTES: Final = 4096
-"""How much of a command line monit 5.2.5 matches (``process/sysdep_LINUX.c``)."""
+"""Number of bytes of a command line that monit 5.2.5 matches against its patterns (``process/sysdep_LINUX.c``)."""
 MAX_MAPS_BYTES: Final = 16 << 20
 MAX_OPEN_FILES: Final = 1 << 20
 MAX_USES: Final = 10
@@ -305,8 +305,8 @@ def parse_maps(maps: bytes) -> Iterator[str]:
 
 
 def name(pid: int) -> str:
-    """Return the name in ``comm``, which has up to 15 bytes and can be chosen by the process, or "" if there is no such
-    process.
+    """Return the name of a process (``comm``), or "" if there is no such process. The process itself can choose the
+    name, of up to 15 bytes.
     """
     return read(pid, "comm", 64).decode(errors="replace").rstrip("\n")
 
@@ -359,7 +359,8 @@ def parse_groups(text: str) -> dict[str, str]:
 
 def incarnation() -> str:
     """Return an identifier of the current pid namespace (container). It changes when the machine is rebooted and
-    differs between namespaces, so pids can be compared if the identifiers are equal.
+    differs between namespaces, so pids that were recorded at different times can be compared if the identifiers are
+    equal.
 
     The inode of a namespace may be reused, so the start time of its first process is part of the identifier.
     """
@@ -399,8 +400,8 @@ _blocked: dict[int, threading.Thread] = {}  # noqa: TID251 - see ``of_each``
 
 
 def of_each(pids: Iterable[int], work: Callable[[int], T]) -> dict[int, T]:
-    """Apply ``work`` to each process, in a separate thread, and return the results by pid. Raises the ``OSError`` of
-    ``work``, and ``OSError`` (EAGAIN) if no thread can be started.
+    """Call ``work`` with the pid of each process, in a separate thread, and return the results by pid. Raises the
+    ``OSError`` of ``work``, and ``OSError`` (EAGAIN) if no thread can be started.
 
     If reading a process blocks the thread, that process is missing from the result. Later calls skip it too, until the
     blocked thread has finished.

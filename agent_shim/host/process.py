@@ -1,12 +1,13 @@
-"""Spawned and adopted processes. Each is identified by a pidfd and its start time, because the kernel reuses pids.
+"""Starts, watches and signals processes. Each process is identified by a pidfd and its start time, because the kernel
+reuses pids.
 
 Every child is reaped by ``reap``, which is called when the child's pidfd becomes readable or by ``host.reaper``.
 ``reap`` passes the exit status to every ``Process`` with that pid. No other module may fork, because a child that this
 module does not know is treated as an adopted orphan, and its status is discarded.
 
-Call everything here on the event loop's thread. A spawn blocks the loop until the exec, for about half a millisecond.
-The child does not change its user before the exec, because other processes of that user could stop it and thereby block
-the loop.
+All functions must be called on the event loop's thread. Starting a process blocks the loop until the exec, for about
+half a millisecond. The child does not change its user before the exec, because other processes of that user could stop
+it and thereby block the loop.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Parent(Protocol):
         """List the living descendants. This method blocks."""
 
     def adopt(self, pid: int) -> Process | None:
-        """Watch another descendant."""
+        """Watch another descendant. Return None in the same cases as the function ``adopt``."""
 
 
 class Process:
@@ -90,7 +91,9 @@ class Process:
         self.identity: Final = stat.identity
         """Pid and start time."""
         self.is_ending = False
-        """True if ``terminate`` was called. Then the rest of the process group is killed when the process exits."""
+        """True if ``terminate`` was called. In that case, the rest of the process group is killed when the process
+        exits.
+        """
         self._parent = parent
         self._asking: asyncio.Task[None] | None = None
         self._leads = leads
@@ -122,7 +125,7 @@ class Process:
 
     @property
     def is_over(self) -> bool:
-        """True once the exit was noticed. This does not make a system call."""
+        """True once the exit has been noticed. Reading this makes no system call."""
         return self._over.is_set()
 
     async def wait(self) -> int | None:
@@ -133,8 +136,8 @@ class Process:
         return self._status
 
     async def wait_or_terminate(self, grace: float) -> int | None:
-        """Like ``wait``, but if the call is cancelled, it first terminates the process, with ``grace`` seconds between
-        TERM and KILL.
+        """Like ``wait``, but on cancellation, first terminate the process, with ``grace`` seconds between SIGTERM and
+        SIGKILL.
         """
         try:
             return await self.wait()

@@ -107,7 +107,7 @@ def _code(code: int) -> int:
 
 
 def _time_left(hang_ups: list[float]) -> float:
-    """Return how many seconds the program may still run, given the times at which it was hung up."""
+    """Return how many seconds the program may still run, given the times of the hang-ups so far."""
     return max(0.0, hang_ups[0] + HANG_UP_TIMEOUT_S - time.monotonic()) if hang_ups else math.inf
 
 
@@ -160,7 +160,7 @@ def _write(descriptor: int, chunk: bytes) -> None:
 
 @contextlib.contextmanager
 def _raw(terminal: int | None) -> Iterator[None]:
-    """Put the terminal into raw mode, so that every key reaches the program. Always restore it at the end."""
+    """Put the terminal into raw mode for the duration of the block, so that every key reaches the program."""
     if terminal is None:
         yield
         return

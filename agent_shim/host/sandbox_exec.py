@@ -1,4 +1,5 @@
-"""The last steps of a process before it executes a job's program: namespaces, limits, user, capabilities, mounts.
+"""The last steps of a process before it executes a job's program. They set namespaces, limits, user, capabilities and
+mounts.
 
 This is a separate program, started with ``sandbox.launcher``, so that the daemon runs none of this code between fork
 and exec. It then executes the job's program, which keeps the pid. If ``has_init`` is set, an init keeps the pid instead
@@ -105,8 +106,8 @@ in this mount namespace.
 class BindMount(TypedDict):
     """A file or a directory tree ``source``, made visible at ``path``.
 
-    It is read-only unless ``write`` is set, and nothing in it is executable unless ``run`` is set. With ``shared``,
-    mounts below it propagate in both directions.
+    It is read-only unless ``write`` is set, and nothing in it is executable unless ``run`` is set. If ``shared`` is
+    set, mounts below it propagate in both directions.
     """
 
     path: str
@@ -388,9 +389,9 @@ def _is_our_link(path: str) -> bool:
 def _make_root(binds: Sequence[BindMount], *, is_masked: bool) -> None:
     """Build a root file system that contains only the bind mounts and the kernel's own mounts, and enter it.
 
-    With ``is_masked``, sensitive kernel files are hidden, and setuid bits have no effect. All sources are opened first,
-    because the new root hides the old one. A bind mount at ``/`` becomes the root itself, and the others are mounted on
-    top.
+    If ``is_masked`` is set, sensitive kernel files are hidden, and setuid bits have no effect. All sources are opened
+    first, because the new root hides the old one. A bind mount at ``/`` becomes the root itself, and the others are
+    mounted on top.
     """
     nodes = [BindMount(path=each, source=each, write=True, run=False, shared=False) for each in _NODES]
     shown = sorted([*binds, *nodes], key=lambda bind: bind["path"].count("/"))  # parents before their children
@@ -438,8 +439,8 @@ def _make_root(binds: Sequence[BindMount], *, is_masked: bool) -> None:
 
 
 def _tree(bind: BindMount, *, is_masked: bool) -> int | None:
-    """Clone the mount tree of a bind mount with its mount attributes. With ``is_masked``, setuid bits in it have no
-    effect. Return None if the source does not exist.
+    """Clone the mount tree at the source of a bind mount, and set its mount attributes. If ``is_masked`` is set, setuid
+    bits in it have no effect. Return None if the source does not exist.
     """
     try:
         tree = _open_tree(bind["source"])

@@ -23,9 +23,9 @@ def hold(path: str | os.PathLike[str], *, make: int | None = None) -> int:
     """Return an ``O_PATH`` descriptor of the file at ``path``, without opening the file. Raises ``OSError`` with the
     path.
 
-    With ``make``, missing directories are created, the last one with this mode and those above it with 0777 minus the
-    umask, and the last component must not be a link. The path is opened one directory at a time, so a link that
-    replaces a directory is either refused or comes too late to have an effect.
+    If ``make`` is given, missing directories are created, the last one with this mode and those above it with 0777
+    minus the umask. In that case, the last component must not be a link. The path is opened one directory at a time, so
+    a link that replaces a directory is either refused or comes too late to have an effect.
     """
     top, rest = start(path)
     links = 0

@@ -107,7 +107,7 @@ def show(volume: Path, place: Path, *, bind: bool) -> None:
 
 
 def take_away(place: Path) -> None:
-    """Undo ``show``: remove the link or the newest mount. Fails with EBUSY if the mount is in use."""
+    """Undo ``show``: remove the link or the newest mount. Raises ``HostError`` (EBUSY) if the mount is in use."""
     if place.is_symlink():
         files.remove_tree(place)
     elif mounts.is_mount_point(place):
