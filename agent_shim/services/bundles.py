@@ -1,9 +1,10 @@
 """Installed versions of jobs and packages: their directories, their installation, and the links to the versions in use.
 
 A bundle is ``data/jobs/<job>/<digest>`` or ``data/packages/<package>/<digest>``. It is in use while a link in ``jobs``
-or ``packages`` points to it. Layout, modes and owners are those of the Go agent (agent/applier/bundlecollection/), so
-that either agent can take over from the other. A bundle gets its final name only once it is complete and synced to
-disk, and before it is removed, it is renamed. A directory with a bundle's name is therefore always complete.
+or ``packages`` points to it. The layout, modes and owners match those of the Go agent
+(agent/applier/bundlecollection/), so that either agent can take over from the other. A bundle gets its final name only
+once it is complete and synced to disk. It is renamed before it is removed. A directory with a bundle's name is
+therefore always complete.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Compilation of a package: unpack its source, run its packaging script, pack and upload the result.
+"""Compiles a package: unpacks its source, runs its packaging script, and packs and uploads the result.
 
-Environment, logs and error texts are those of the Go agent (agent/compiler/concrete_compiler.go, compiler_unix.go,
-agent/cmdrunner/file_logging_cmd_runner.go). There are two differences. The processes and files of a compilation never
-outlive it. Compilations are reproducible (the same source results in the same bytes) if they use reproducible tools.
+The environment, logs and error texts match those of the Go agent (agent/compiler/concrete_compiler.go,
+compiler_unix.go, agent/cmdrunner/file_logging_cmd_runner.go). There are two differences. The processes and files of a
+compilation never outlive it. Compilations are reproducible (the same source results in the same bytes) if they use
+reproducible tools.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Packet filter rules for the bus: only root and the agent's own user may connect to the bus addresses.
 
-This makes a stolen bus certificate useless to a job. As in the Go agent (platform/firewall/nftables_firewall.go), a
-rule matches the user who sends a packet, and there is one for each current address of the hosts in ``mbus.urls``,
-except in ``https`` URLs. The rules are replaced periodically, so that within a minute, they include new addresses and
-are restored if something has removed them. A refused connection fails immediately, whereas with the Go agent it hangs.
+This makes a stolen bus certificate useless to a job. There is one rule for each address to which a host in
+``mbus.urls`` currently resolves (``https`` URLs are ignored). As in the Go agent
+(platform/firewall/nftables_firewall.go), a rule matches the user who sends a packet. The rules are replaced
+periodically. Within a minute, they therefore include new addresses, and are restored if something has removed them. A
+refused connection fails immediately, whereas with the Go agent it hangs.
 
 The rules must never cut off the agent itself. They would do so if the agent reached the bus through a proxy that
 another user runs, such as the sidecar of a service mesh. The agent therefore tests the rules, and removes them again if

@@ -1,7 +1,7 @@
 """Runs job scripts: lifecycle scripts, which run in parallel; drain scripts, which print an integer; and errands, whose
 output is returned.
 
-Arguments, environment, working directory, niceness and error texts are those of the Go agent (agent/script/,
+Arguments, environment, working directory, niceness and error texts match those of the Go agent (agent/script/,
 agent/action/run_errand.go). Output goes to files, because processes that a script leaves behind would keep a pipe open.
 Times are in seconds.
 """

@@ -1,7 +1,7 @@
 """The ssh server for ``bosh ssh``. If the container has none, the agent runs one for as long as it is needed.
 
-The rules are those of a stemcell (bosh-linux-stemcell-builder stages/base_ssh): members of ``bosh_sshers`` can log in,
-but only with a key, and root cannot log in. The server is recognised by its command line, not its pid, so that a
+The same rules apply as on a stemcell (bosh-linux-stemcell-builder stages/base_ssh): members of ``bosh_sshers`` can log
+in, but only with a key, and root cannot log in. The server is recognised by its command line, not its pid, so that a
 restarted agent can stop its predecessor's server.
 """
 
@@ -141,7 +141,7 @@ class Sshd:
                 await server.terminate(GRACE_S)
 
     def _log_size(self) -> int:
-        """Return the size of the log in bytes, after truncating a large one."""
+        """Truncate the log if it is larger than ``MAX_LOG_BYTES``. Return its size in bytes."""
         size = self._log.stat().st_size if self._log.exists() else 0
         if size > MAX_LOG_BYTES:
             os.truncate(self._log, 0)

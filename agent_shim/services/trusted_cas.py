@@ -63,7 +63,7 @@ class TrustedCas:
 
 
 def split(bundle: str) -> list[str]:
-    """Return the certificates in a text, without any other text between them.
+    """Return the PEM certificates in ``bundle``, leaving out any text between them.
 
     PEM blocks that OpenSSL cannot read are left out, because clients could not read a bundle that contains them.
     """

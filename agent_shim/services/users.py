@@ -1,8 +1,9 @@
 """Manages users of the machine: temporary ones for ``bosh ssh``, and the keys and passwords of vcap and root.
 
-Names, groups, paths and the prefixes of errors are those of the Go agent (agent/action/ssh.go,
-platform/linux_platform.go). Files in a home directory are written with the rights of its owner, so that the owner
-cannot use a link there to write where only root may write. Password hashes are never passed as arguments of a program.
+Names, groups, paths and the prefixes of errors match those of the Go agent (agent/action/ssh.go,
+platform/linux_platform.go). A process with the owner's rights writes the files in a home directory. If root wrote them,
+the owner could use a link to redirect the write to a file that only root may change. Password hashes are never passed
+as arguments of a program.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ NAME: Final = "lease.json"
 SCHEMA: Final = 1
 _MAX_BYTES: Final = 4096
 UNWRITABLE: Final = (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-"""Errors of a full or read-only file system. An agent uses such a volume without a lease."""
+"""Error numbers for a write to a full or read-only file system. An agent uses a volume on such a file system without a
+lease.
+"""
 
 
 class Lease(msgspec.Struct, frozen=True):

@@ -231,8 +231,8 @@ class Show(msgspec.Struct, frozen=True):
 
 
 class TakeAway(msgspec.Struct, frozen=True):
-    """Remove the agent's own mount or link. With ``is_optional``, it is not an error if this container may not remove
-    the mount.
+    """Remove the agent's own mount or link. If ``is_optional`` is set, it is not an error if this container may not
+    remove the mount.
     """
 
     place: Path

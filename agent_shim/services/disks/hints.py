@@ -1,6 +1,7 @@
 """Parses disk hints from CPIs in all their forms, and stores hints that arrive in a request.
 
-Member names and meanings are those of the Go agent (settings/settings.go, DiskSettings; persistent_disk_hints.json).
+The fields have the same names and meanings as in the Go agent (settings/settings.go, DiskSettings;
+persistent_disk_hints.json).
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class Disks:
             hints.save(self._paths.disk_hints, after)
 
     async def find(self, cid: str) -> DiskSettings:
-        """Return the settings of a disk. If it is unknown, raises ``ActionError`` with the Go agent's text."""
+        """Return the settings of a disk. Raises ``ActionError`` with the Go agent's text if no such disk is known."""
         known = await asyncio.to_thread(self._mounts.known)
         if cid in known:
             return known[cid]

@@ -1,6 +1,6 @@
 """Log archives: uploaded for the Director, or kept on disk for a download over ssh.
 
-Log types, names in the archive, patterns and texts are those of the Go agent
+The log types, names in the archive, patterns and texts match those of the Go agent
 (agent/logstarprovider/logs_tar_provider.go, agent/action/fetch_logs.go, bundle_logs.go). There are three differences.
 Logs are not copied before they are packed. No link is followed. If files change or vanish, the request does not fail,
 but the archive lists these files.

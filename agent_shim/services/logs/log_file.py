@@ -19,7 +19,7 @@ from agent_shim.host import guarded
 MAX_LINE_BYTES: Final = 16 * 1024
 """Maximum length of a line. The rest of a longer line is returned as the next one."""
 MAX_TAIL_BYTES: Final = 16 * 1024 * 1024
-"""Maximum number of bytes before the end of a file that are searched for the last lines."""
+"""How many bytes, counted back from the end of a file, are searched for the last lines."""
 
 
 class LogFile:

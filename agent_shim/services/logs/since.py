@@ -27,8 +27,8 @@ _SECONDS: Final = re.compile(rb'"(?:timestamp|@timestamp|time|ts)":\s*"?(\d{10}(
 
 
 def moment(text: str, now: float) -> float:
-    """Return the time that a text describes: a duration before ``now`` (``2h30m``), a time of day (``14:00``) or a
-    date. Raises ``ValueError``.
+    """Parse a duration before ``now`` (``2h30m``), a time of day (``14:00``) or a date, and return it in seconds since
+    1970. Raises ``ValueError``.
     """
     found = _DURATION.fullmatch(text)
     if found and text:
@@ -43,7 +43,7 @@ def moment(text: str, now: float) -> float:
 
 
 def written_at(line: bytes) -> float | None:
-    """Return the time in a line, or None."""
+    """Return the time that a log line contains, in seconds since 1970, or None if it contains none."""
     head = line[:MAX_HEAD_BYTES]
     try:
         if found := _DATED.search(head):

@@ -52,11 +52,11 @@ class LogLine(NamedTuple):
         return self.raw.decode(errors="replace").rstrip("\r")
 
     def plain(self) -> str:
-        """Format for a terminal: ``job/file | text``."""
+        """The line in the format for terminals: ``job/file | text``."""
         return safetext.lines(f"{self.job}/{self.file} | {self.text}")
 
     def as_json(self) -> str:
-        """Format for log collectors, like the agent's own JSON lines."""
+        """The line as JSON for log collectors, in the same format as the agent's own log."""
         members = {"logger": "job", "job": self.job, "file": self.file, "message": self.text}
         return safetext.line(json.dumps(members, ensure_ascii=False))
 
@@ -90,7 +90,7 @@ class Follower:
         self._clock = clock
         self._files: dict[str, LogFile] = {}
         self._crowded: set[str] = set()
-        """Jobs for which it was already reported that they have too many files to follow."""
+        """Jobs for which a line has already reported that they have too many files to follow."""
         self._searched_at = float("-inf")
         self._looked_at = clock()
 
