@@ -107,8 +107,8 @@ class JobRecovery:
         await asyncio.Event().wait()
 
     async def _attempt(self) -> None:
-        """Run an attempt as a task in the queue, so that it never runs at the same time as one of the Director's
-        tasks.
+        """Try once to start the jobs. This runs as a task in the queue, so that it never runs at the same time as one
+        of the Director's tasks.
         """
         agent = self._agent
         try:

@@ -80,7 +80,9 @@ LAST_REPLIES_TIMEOUT_S: Final = 1.0
 
 
 class Runtime:
-    """An agent with its services and edges. ``serve`` runs it. ``vitals`` are those of the last heartbeat."""
+    """An agent with its services and edges. ``serve`` runs it. ``vitals`` are the figures that were sent in the last
+    heartbeat.
+    """
 
     def __init__(
         self,
