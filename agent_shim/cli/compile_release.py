@@ -1,9 +1,9 @@
 """``bosh-agent compile``: compile releases without a Director, in a container of their stemcell.
 
-Flags, lines on standard error, the exit code and the name of the result are those of the Go agent (main/compile.go,
-releasetarball/compile.go, stemcellmetadata/slug_linux.go). There are four differences: this command has a flag ``-b``,
-packages that jobs use stay installed, a running agent is not disturbed, and at the end, the sources and the packages'
-blobs are removed.
+Flags, lines on standard error, the exit code and the name of the result match those of the Go agent (main/compile.go,
+releasetarball/compile.go, stemcellmetadata/slug_linux.go). There are four differences. This command has a flag ``-b``.
+Packages that jobs use stay installed. A running agent is not disturbed. At the end, the sources and the packages' blobs
+are removed.
 """
 
 from __future__ import annotations

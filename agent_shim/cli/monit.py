@@ -208,7 +208,7 @@ def _need(command: Command, action: str, names: Sequence[str] = ()) -> dict[str,
 
 
 def _validate(command: Command) -> int:
-    """Print the failing services. The exit code is that of monit 5.2.5: 0 if a service is missing, has another type or
+    """Print the failing services. As in monit 5.2.5, the exit code is 0 if a service is missing, has another type or
     does not respond, and 1 in all other cases, even if nothing fails.
     """
     wrong = [service for service in _need(command, "show")["services"] if service["state"] == "failing"]

@@ -1,9 +1,9 @@
 """Reads tarballs of BOSH source releases, and writes them with compiled packages.
 
-The members of release.MF, the order of packages and the layout of the result are those of the Go agent
-(releasetarball/compile.go, bosh-cli release/manifest/manifest.go). There are three differences: root owns all entries;
-in the source release, names may lack ``./``, and the entry for the directory ``packages`` may be missing; and a release
-that cannot be compiled is refused before anything is compiled. Only short-lived processes import this module.
+The fields of release.MF, the order of packages and the layout of the result match those of the Go agent
+(releasetarball/compile.go, bosh-cli release/manifest/manifest.go). There are three differences. All entries are owned
+by root. In the source release, names may lack ``./``, and the entry for the directory ``packages`` may be missing. A
+release that cannot be compiled is refused before anything is compiled. Only short-lived processes import this module.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``agent-shim try``: run the jobs of a release in a container on this machine, to try them out.
 
-The steps are those of docs/without-director.md: compile, render and run, each with its own command. Files are copied
-into containers and out of them, so the podman or docker daemon may run on another machine.
+The command performs the steps described in docs/without-director.md (compile, render and run). Files are copied into
+containers and out of them, so the podman or docker daemon may run on another machine.
 """
 
 from __future__ import annotations

@@ -422,7 +422,7 @@ def _clock(view: ContainerView) -> Iterator[Finding]:
 
 
 def _certificate(view: ContainerView, mbus: Mbus) -> Finding:
-    """Judge the certificate of the bus, or of the HTTPS endpoint for ``create-env``."""
+    """Check the validity of the bus certificate or, for ``create-env``, of the HTTPS endpoint's certificate."""
     begins, ends = x509.validity(mbus.certificate)
     now = clock.wall_time_of(clock.boot_ticks())
     days = (ends - now) / DAY_S

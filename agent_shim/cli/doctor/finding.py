@@ -87,7 +87,9 @@ class Report(NamedTuple):
 
 
 def table(report: Report, paint: Paint = plain, columns: int = 0) -> str:
-    """Return the report as text for a terminal of this width. Consequence and change are below each finding."""
+    """Format the report for a terminal that has this many columns. Each finding is followed by its consequence and the
+    suggested change.
+    """
     lines = [f"This container is {report.tier}.", ""]
     width = max(len(finding.topic) for finding in report.findings)
     margin = " " * (9 + width + 2)
