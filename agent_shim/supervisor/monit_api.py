@@ -20,7 +20,7 @@ async def answer(supervisor: Supervisor, request: Mapping[str, Any], *, obstacle
 
     ``request`` contains an ``action`` (a command, ``show`` or ``quit``), ``names`` (``all`` for every service), an
     optional ``group`` that restricts the names, and ``wait`` (whether to wait until no start or stop is in progress).
-    If one name is wrong, no service is changed. ``obstacle`` is the reason why nothing may be started, or "".
+    If any name is unknown, no service is changed. ``obstacle`` is the reason why nothing may be started, or "".
     """
     action = str(request.get("action"))
     services = supervisor.services()

@@ -1,6 +1,6 @@
 """Network tests of monit: ``failed host … port``, ``unixsocket``, ``url`` and ``icmp``.
 
-Each probe has one timeout for everything, including the name lookup, reads no more than necessary, and never blocks the
+A probe has a single timeout, which includes the name lookup. It reads no more than necessary, and never blocks the
 event loop. For protocols other than http and send/expect, only the connection is tested.
 """
 

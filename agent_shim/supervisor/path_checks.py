@@ -1,6 +1,6 @@
 """Tests of paths: type, owner, permissions, age, size, checksum, new lines, and the usage of a file system.
 
-Everything blocks, perhaps forever (see ``host.guarded``). The number of bytes read per cycle, and the time spent on a
+All tests block, perhaps forever (see ``host.guarded``). The number of bytes read per cycle, and the time spent on a
 checksum, are limited.
 """
 
@@ -55,7 +55,7 @@ class PathWatch:
         self._spec = spec
         self._path = path
         self._seen: dict[int, object] = {}
-        """The previous values, by the number of the rule that compares with them."""
+        """The previous values, keyed by the number of the rule that needs them for a comparison."""
         self._digests: dict[Algorithm, tuple[tuple[int, ...], str]] = {}
         """The last checksum by algorithm, with the state of the file for which it was computed."""
         self._inode = 0

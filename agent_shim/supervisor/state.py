@@ -63,7 +63,7 @@ class Trigger(enum.Enum):
     FILE_BROKE = "file unusable"
     FILE_MENDED = "file usable"
     REBOOTED = "rebooted"
-    """All processes ended with the machine or the container."""
+    """All processes are gone, because the machine or the container was restarted."""
 
 
 class Effect(enum.Flag):

@@ -1,9 +1,9 @@
 """Parser of bpm.yml, which defines the processes of a job and their permissions. Does no I/O.
 
 Schema and rules follow bpm-release (``src/bpm/config/job_config.go``, ``docs/config.md``). Scalars are interpreted as
-by Go's yaml.v3, which is bpm's parser. Text fields take the literal text: ``- 1.10``, ``- 0x1f``, ``- yes`` and ``-
-true`` are arguments as written. Unknown keys are ignored, and duplicate keys are errors. Unlike bpm, this parser
-accepts quoted flags and numbers, because some templates quote everything.
+by Go's yaml.v3, which is bpm's parser. Text fields keep a scalar exactly as it is written, so ``- 1.10``, ``- 0x1f``,
+``- yes`` and ``- true`` can be used as arguments. Unknown keys are ignored, and duplicate keys are errors. Unlike bpm,
+this parser accepts quoted flags and numbers, because some templates quote everything.
 """
 
 from __future__ import annotations
@@ -422,7 +422,7 @@ def _found(node: yaml.Node | None) -> str:
 
 
 def _decoded(node: yaml.ScalarNode) -> str | None:
-    """Return the text of a scalar, or None for invalid base64."""
+    """Return the text of a scalar, decoding base64 if it is tagged ``!!binary``. Return None for invalid base64."""
     if node.tag != f"{_TAG}binary":
         return cast("str", node.value)
     try:

@@ -1,9 +1,9 @@
 """Reads monit's control file (``/var/vcap/bosh/etc/monitrc`` on a stemcell) for a daemon that replaces monit.
 
-The statements are those of monit 5.2.5 (``p.y``), and included files are read in monit's order (``include_file`` in
-``l.l``: the last name first). If there is a mistake in the control file itself, the daemon exits, as monit does. A
-mistake in an included file, which may come from a release, affects only the services in that file, or only the wrong
-``set`` statement.
+The parser understands the statements of monit 5.2.5 (``p.y``) and reads included files in the same order as monit
+(``include_file`` in ``l.l``), which begins with the last name. If there is a mistake in the control file itself, the
+daemon exits, as monit does. A mistake in an included file, which may come from a release, affects only the services in
+that file, or only the wrong ``set`` statement.
 """
 
 from __future__ import annotations

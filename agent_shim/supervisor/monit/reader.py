@@ -21,8 +21,8 @@ class MonitSyntaxError(ValueError):
 
 
 class Reader:
-    """Reads the tokens of one text. ``kind`` is the kind of the ``next`` token. ``include`` statements are collected
-    separately.
+    """Reads the tokens of one text. ``next`` is the next token, and ``kind`` is its kind. ``include`` statements are
+    skipped and collected in ``includes``.
     """
 
     def __init__(self, text: str) -> None:
@@ -64,11 +64,11 @@ class Reader:
         return token
 
     def take(self, *kinds: str) -> Token | None:
-        """Consume and return the next token if it is of one of ``kinds``."""
+        """Consume and return the next token if its kind is one of ``kinds``. Otherwise return None."""
         return self.skip() if self.kind in kinds else None
 
     def need(self, expected: str, *kinds: str) -> Token:
-        """Consume and return the next token, which must be of one of ``kinds``."""
+        """Consume and return the next token. Raises ``MonitSyntaxError`` unless its kind is one of ``kinds``."""
         if self.kind not in kinds:
             raise self.error(expected)
         return self.skip()

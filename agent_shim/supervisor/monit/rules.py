@@ -277,7 +277,7 @@ AMOUNT: Final = "a number, a blank and a unit, like '500 mb'"
 
 
 def read_regex(reader: Reader, *kinds: str) -> str:
-    """Parse a regular expression, which is given by a token of one of ``kinds``."""
+    """Read the next token, whose kind must be one of ``kinds``, and return it as a regular expression that compiles."""
     token = reader.need("a regular expression", *kinds)
     try:
         posix_regex.compiled(token.value)

@@ -36,7 +36,7 @@ class Signal(msgspec.Struct, frozen=True):
 
 
 class Unknown(msgspec.Struct, frozen=True):
-    """The process ended, but the agent did not observe how."""
+    """The process has exited, but the agent did not observe how."""
 
     kind = "unknown"
 

@@ -118,7 +118,7 @@ class Keepers:
         self._kept = (*self._kept, *found)
 
     def forget_lost(self) -> None:
-        """Forget the killed keepers, because their processes ended with the previous container."""
+        """Forget the killed keepers, assuming that their processes did not outlive the previous container."""
         self._forget(set(self._lost))
 
     def _forget(self, names: Collection[str]) -> None:
@@ -299,8 +299,8 @@ class Keepers:
         ``others``.
 
         The descendants of ``others`` are terminated too. Return the survivors, and the orphans of killed keepers.
-        Orphans are not signalled, because it is unknown which service they belong to. With ``is_usual``, a kill is not
-        recorded in ``killed``.
+        Orphans are not signalled, because it is unknown which service they belong to. If any process had to be killed,
+        the labels are added to ``killed``, unless ``is_usual`` is set.
         """
         kept = self.of(labels)
         of_others = asyncio.ensure_future(_end_trees(await self.trees(labels, others), grace))
