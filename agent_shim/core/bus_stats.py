@@ -29,7 +29,7 @@ class Stats(msgspec.Struct):
     refused.
     """
     last_error: str = ""
-    """Why the bus is disconnected, or the most recent connection problem, or "" if there has been none."""
+    """The most recent connection problem, or "" if there has been none since the last successful connection."""
 
     @property
     def reconnects(self) -> int:

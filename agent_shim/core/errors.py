@@ -1,7 +1,7 @@
 """Exception classes, one for each kind of error that is caught somewhere.
 
-Messages read ``cannot X: why`` and name the object and the place. Where the Director compares a message, it is the same
-as the Go agent's.
+Messages read ``cannot X: why`` and name the object and the place. A message that the Director compares with a fixed
+text is the same as the Go agent's.
 """
 
 from __future__ import annotations

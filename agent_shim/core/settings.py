@@ -45,7 +45,7 @@ Level = Annotated[
 
 
 class Source(msgspec.Struct, frozen=True, rename="pascal"):
-    """One element of ``Infrastructure.Settings.Sources``. Only the type ``File`` makes sense in a container."""
+    """An element of ``Infrastructure.Settings.Sources``. Only the type ``File`` makes sense in a container."""
 
     type: str
     settings_path: str = ""

@@ -26,8 +26,8 @@ class Validity(NamedTuple):
 
 
 def blocks(pem: str) -> Iterator[str]:
-    """Yield each certificate block of ``pem``, valid or not, in linear time. A block whose end line is missing does not
-    swallow the following blocks.
+    """Yield each certificate block of ``pem``, valid or not, in linear time. A block without an end line is skipped,
+    and the blocks after it are still found.
     """
     end = 0
     while (begin := pem.find(_BEGIN, end)) >= 0 and (end := pem.find(_END, begin)) >= 0:
