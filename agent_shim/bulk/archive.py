@@ -213,7 +213,9 @@ def _data(stream: Any, member: tarfile.TarInfo) -> Iterator[bytes]:
 
 
 def _normalized(name: str) -> str:
-    """Return a path from an archive without empty and ``.`` parts. Absolute paths, ``..`` and NUL are refused."""
+    """Return a path from an archive without its empty and ``.`` components. Raises ``ArchiveError`` if the path is
+    absolute or contains ``..`` or NUL.
+    """
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts or "\0" in name:
         raise ArchiveError(f"{_quoted(name)}: it is not a path inside the archive")
@@ -221,7 +223,7 @@ def _normalized(name: str) -> str:
 
 
 def _quoted(name: str) -> str:
-    """Quote and shorten a name for an error."""
+    """Quote and shorten a name for use in an error text."""
     return repr(name if len(name) <= 200 else f"{name[:200]}…")
 
 

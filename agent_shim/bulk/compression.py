@@ -43,7 +43,7 @@ def is_compressed(source: BinaryIO) -> bool:
 
 
 def is_gzip(source: BinaryIO) -> bool:
-    """Return True if a file starts with the gzip signature. Rewinds the file."""
+    """Return True if a file starts with the gzip signature. The file is rewound."""
     return _start(source).startswith(GZIP)
 
 
@@ -76,7 +76,7 @@ def decompressed(source: BinaryIO) -> Iterator[Any]:
 
 
 class _Piped:
-    """The output of a program whose input is ``source``."""
+    """A readable stream of the output of ``program``, which reads the file ``source``."""
 
     def __init__(self, source: BinaryIO, program: tuple[str, ...]) -> None:
         self._name = program[0]

@@ -115,7 +115,7 @@ class _Listed(msgspec.Struct, frozen=True):
         return self.root, self.path.rpartition("/")[0]
 
     def open(self, directory: int) -> tuple[int, os.stat_result]:
-        """Open a directory or link with O_PATH, or a file for reading. Return the descriptor and the status.
+        """Open a directory or a link with O_PATH, or a file for reading. Return the descriptor and the file's status.
 
         Opening neither blocks nor has side effects.
         """
@@ -150,7 +150,7 @@ class _ArchiveWriter:
         return True
 
     def open(self, tree: Tree, opened: ExitStack) -> _Root | None:
-        """Open a tree. Return None if it is optional and missing."""
+        """Open the root directory of a tree. Return None if it does not exist but is optional."""
         try:
             fd = os.open(tree.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as exc:
@@ -312,7 +312,9 @@ class _ArchiveWriter:
         return known
 
     def _target(self, name: str, entry: _Listed, target: str) -> str:
-        """Return the link target to write, or "" if it leads out of a live tree."""
+        """Return the target to write for a symlink. If the target is outside a live tree, add a remark and return
+        "".
+        """
         if not self._is_live:
             return target
         inner = _inner_target(entry, target)

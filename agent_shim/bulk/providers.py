@@ -188,7 +188,9 @@ class External:
 
 
 async def opened(path: Path, hasher: Hasher) -> BinaryIO:
-    """Open a blob in one of the agent's own directories and feed it to ``hasher``. Refuses links and directories."""
+    """Open a blob in one of the agent's own directories and feed it to ``hasher``. Raises ``BlobError`` for a link or a
+    directory.
+    """
     file = open_blob(path)
 
     def feed() -> None:
