@@ -219,7 +219,8 @@ class Dispatcher:
     def failure(self, method: str, exc: BaseException) -> str:
         """Return the error text for the Director.
 
-        For an expected error, the text includes the reason. For a bug, it is only a general message.
+        For an expected error, the text includes the reason. For any other error, which must be a bug, it names only the
+        type of the exception.
         """
         if isinstance(exc, ShimError | HostError):
             return safetext.lines(str(exc))

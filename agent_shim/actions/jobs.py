@@ -22,7 +22,7 @@ from agent_shim.supervisor.monit import parser
 from agent_shim.supervisor.supervisor import JobFile
 
 ADDRESS: Final = ("ip", "netmask", "gateway")
-"""Fields of a dynamic network that the agent fills in."""
+"""Members of a dynamic network that the agent fills in."""
 
 
 @action("prepare", Mode.TASK)
@@ -89,7 +89,8 @@ def bundles_of(wanted: ApplySpec) -> tuple[list[Bundle], list[Bundle]]:
 
 
 def _resolved(settings: Effective, applied: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in address, netmask and gateway of dynamic networks in a spec. Leaves everything else unchanged.
+    """Return the networks of a spec with the address, netmask and gateway of each dynamic network filled in. Everything
+    else is left unchanged.
 
     An address is determined only once per VM (applyspec/concrete_v1_service.go) and then taken from ``applied``,
     because the Director would recreate an instance whose address changes. Addresses in ``wanted`` are replaced, because

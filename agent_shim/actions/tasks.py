@@ -2,7 +2,7 @@
 
 Ids, states and texts are those of the Go agent (agent/task, agent/action/get_task.go, cancel_task.go). There are four
 differences: the queue never blocks the bus; the number, size and age of stored results are limited; the reply to
-``get_task`` may be delayed until the task ends; cancelling a queued task ends it immediately.
+``get_task`` may be delayed until the task has finished; a queued task that is cancelled fails immediately.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ TaskWork = Callable[[], Awaitable[Any]]
 
 
 class Task(msgspec.Struct):
-    """One long action. ``state`` is running (also while queued), done or failed. Of these states, only running appears
-    in replies.
+    """One long action. ``state`` is running (also while queued), done or failed. Replies to the Director contain only
+    the state running.
 
     Arguments are not kept, because some are large or secret.
     """
@@ -157,7 +157,7 @@ class Tasks:
             logger.info("resuming task %s (%s) after a restart", task_id, method)
 
     async def poll(self, task_id: str) -> Task:
-        """Return the task. If it is still running, first wait a short time for it to end."""
+        """Return the task. If it is still running, first wait up to ``POLL_HOLD_S`` for it to finish."""
         task = self.find(task_id)
         if task.state == "running" and not self._released.is_set() and self._held < MAX_HELD:
             self._held += 1
