@@ -108,7 +108,7 @@ class Alerts:
         self._wake = asyncio.Event()
 
     def raise_alert(self, service: str, event: str, action: str, description: str, ips: Iterable[str]) -> None:
-        """Queue an alert. Ignores recoveries and repetitions."""
+        """Queue an alert, unless it is a recovery or a repetition."""
         message = self._encode(service, event, action, description, ips, time.time())  # noqa: TID251 - created_at is wall time
         if message is None:
             return

@@ -1,4 +1,4 @@
-"""Heartbeats to the Health Monitor, every 30 s and after each connection to the bus.
+"""Sends heartbeats to the Health Monitor, every 30 s and whenever the bus has been connected.
 
 The message has the same format as the Go agent's (``agent/heartbeat.go``). The Health Monitor considers an agent dead
 after 60 s without a heartbeat, so a heartbeat waits only briefly for the vitals to be measured and otherwise contains

@@ -84,8 +84,8 @@ class _Head:
 
     def __init__(self) -> None:
         self.parser: httptools.HttpRequestParser | None = None
-        """The parser, until the method and the version have been copied from it. Then it is set to None, because the
-        parser overwrites both when it reads a later request.
+        """The parser, until the method and the version have been copied from it. After that, it is None, because the
+        parser overwrites its own values when it reads a later request.
         """
         self.method = ""
         self.version = ""

@@ -143,8 +143,8 @@ class HttpsBus:
         """Do nothing, because there is no Health Monitor on this bus (``Send`` in mbus/https_handler.go)."""
 
     async def run(self) -> NoReturn:
-        """Serve until cancelled. If the port is in use, keep trying to bind it. When this is cancelled, it spends up to
-        ``goodbye`` seconds on sending the last answers.
+        """Serve until cancelled. If the port is in use, keep trying to bind it. On cancellation, keep sending the last
+        answers for up to ``goodbye`` seconds.
         """
         try:
             while True:

@@ -272,8 +272,8 @@ class Link:
         return self._ended.result()
 
     def end(self, why: str) -> None:
-        """Mark the connection as ended for the reason ``why``. If called several times, the first reason is kept, but
-        an error from the server takes precedence.
+        """Mark the connection as ended, with ``why`` as the reason. If called several times, the first reason is kept,
+        but an error from the server takes precedence.
         """
         if not self._ended.done():
             told = self._client.last_error

@@ -224,8 +224,8 @@ class NatsBus:
         self.stats.sent_bytes += len(data)
 
     async def run(self) -> NoReturn:
-        """Keep the agent connected until cancelled. When this is cancelled, it spends up to ``goodbye`` seconds on
-        sending messages that are already published.
+        """Keep the agent connected until cancelled. On cancellation, keep sending messages that have already been
+        published for up to ``goodbye`` seconds.
         """
         early_until = time.monotonic() + self._timing.early
         failures = 0
@@ -314,8 +314,8 @@ class NatsBus:
         raise failure
 
     async def _open(self, url: str, mbus: Mbus) -> Link:
-        """Connect to an address. If several CAs have the same name, make one attempt with each of them, because OpenSSL
-        only tries the first.
+        """Connect to an address. If several of the trusted CAs have the same name, try each of them in a separate
+        attempt, because OpenSSL itself tries only the first.
         """
         try:
             return await self._attempt(url, mbus)
@@ -364,8 +364,8 @@ class NatsBus:
         self._on_connected()
 
     async def _wait_for_loss(self) -> bool:
-        """Wait for the end of the current connection. Return True if the connection lasted longer than a ping interval,
-        in which case the next pause is short.
+        """Wait until the current connection has ended. Return True if the connection lasted longer than a ping
+        interval, in which case the next pause is short.
         """
         link, began = self._link, time.monotonic()
         assert link is not None
