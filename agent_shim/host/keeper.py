@@ -3,7 +3,7 @@ processes that the program starts.
 
 ``keeper.c`` describes the program and its protocol. A keeper is a child subreaper, so the kernel knows which processes
 belong to its program: all descendants of the keeper. A keeper survives the agent. The next agent finds the keeper's
-socket in a directory that only root (or the agent's user) can enter, and learns whether and how the program ended.
+socket in a directory that only root (or the agent's user) can enter, and learns whether and how the program has exited.
 
 All functions must be called on the event loop's thread, except those whose docstrings say that they block.
 """
@@ -43,7 +43,7 @@ PROGRAM: Final = Path(__file__).with_name("keeper")
 _ADOPTED_SLOT: Final = 1
 """Slot in which a keeper records the exit of the process that was adopted last, even while no agent is running."""
 _ASKED_SLOT: Final = 16
-"""Slot for the request with which the agent asks how a process has ended. Earlier versions used the slots from 1
+"""Slot for the request with which the agent asks how a process exited. Earlier versions used the slots from 1
 upwards.
 """
 START_TIMEOUT_S: Final = 30.0
@@ -90,13 +90,13 @@ class Program(msgspec.Struct, frozen=True):
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """How and when a process ended."""
+    """How and when a process exited."""
 
     pid: int
     status: int
     """Exit code, or 128+N after signal N."""
     at: float
-    """When the process ended, in seconds since boot as returned by ``clock.boot_time``."""
+    """When the process exited, in seconds since boot as returned by ``clock.boot_time``."""
 
 
 class StartFailure(msgspec.Struct, frozen=True):
@@ -112,10 +112,10 @@ class KeeperState(msgspec.Struct, frozen=True):
     keeper: int
     """Pid of the keeper."""
     program: int
-    """Pid of the program, even after it has ended."""
+    """Pid of the program, even after it has exited."""
     version: int = 1
     phase: str = "running"
-    """``starting`` until the program is executed, then ``running`` (even after it has ended), or ``failed`` if it was
+    """``starting`` until the program is executed, then ``running`` (even after it has exited), or ``failed`` if it was
     not executed.
     """
     failed: StartFailure | None = None
@@ -125,7 +125,7 @@ class KeeperState(msgspec.Struct, frozen=True):
     """Number of children that the keeper has reaped, including inherited ones."""
     is_killing: bool = False
     is_childless: bool = False
-    """True once all descendants of the keeper have ended. It never becomes False again."""
+    """True once all descendants of the keeper have exited. It never becomes False again."""
 
 
 def user(name: str | None, group: str | None) -> User:
@@ -190,17 +190,18 @@ class Keeper:
 
     @property
     def program_exit(self) -> Exit | None:
-        """How the program ended, or None while it runs or if it was never executed."""
+        """How the program exited, or None while it is running or if it was never executed."""
         return None if self.state.failed else self.state.exits.get(0)
 
     def exit_of(self, identity: tuple[int, int]) -> Exit | None:
-        """Return how the program or a watched process ended, or None if the keeper has not reported that."""
+        """Return how the program or a watched process exited, or None if the keeper has not reported its exit."""
         pid, start_ticks = identity
         seen = (each for each in self.state.exits.values() if each.pid == pid and each.at >= start_ticks / clock.TICKS)
         return next(seen, None)
 
     async def status_of(self, identity: tuple[int, int]) -> int | None:
-        """Return the status of a process that has ended, or None if its own parent has reaped it or the keeper is lost.
+        """Return the status of a process that has exited, or None if its own parent has reaped it or the keeper is
+        lost.
 
         Wait for the keeper to reap the process if it is the keeper's child, but not if another process has to reap it.
         """
@@ -227,7 +228,7 @@ class Keeper:
         return found
 
     async def program_process(self) -> Process:
-        """Return the program's process. If it has already ended, its start time is unknown, so the keeper's start time
+        """Return the program's process. If it has already exited, its start time is unknown, so the keeper's start time
         is used instead.
         """
         running = None if self.program_exit else process.adopt(self.state.program, None, self)
@@ -403,7 +404,7 @@ class Keeper:
 
     def _reconnect(self) -> bool:
         """Reconnect, because another client may have connected to the keeper, which serves only the latest client.
-        Return False if the keeper has ended or disconnects repeatedly.
+        Return False if the keeper has exited or disconnects repeatedly.
         """
         now = self._loop.time()
         if self.state.is_childless or now - self._reconnected_at < RECONNECT_PAUSE_S:
@@ -501,7 +502,8 @@ async def start(
 async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
     """Connect to the keepers of an earlier agent and return them. The ``pid`` of a keeper that does not answer is 0.
 
-    Also return the start ticks, by socket name, of keepers that cannot be reached or have ended without being released.
+    Also return a dictionary with the start ticks, by socket name, of keepers that cannot be reached or have exited
+    without being released.
     """
     found = []
     ended: dict[str, int] = {}
@@ -594,7 +596,7 @@ def _start_of(name: str) -> int:
 
 
 def _watch(slot: int, identity: tuple[int, int]) -> str:
-    """Return the request with which a keeper is told to record in a slot how a process ends or has ended."""
+    """Return the request that tells a keeper to record in a slot how a process exits or has exited."""
     pid, start_ticks = identity
     return f"watch {slot} {pid} {start_ticks * 1000 // clock.TICKS}"
 

@@ -164,7 +164,7 @@ def unmount(target: Path, *, lazy: bool = False) -> None:
 
 
 def make_private() -> None:
-    """Stop the propagation of mounts in both directions, for all mount points."""
+    """Stop the propagation of mounts into and out of this namespace, for all mount points."""
     _mount(Path("none"), Path("/"), MS_REC | MS_PRIVATE, "make mounts private")
 
 

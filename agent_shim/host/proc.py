@@ -8,7 +8,7 @@ read by a thread, and if a process blocks this thread, that process is not read 
 finished.
 
 A process that is gone, and a file that we may not read, give an empty result. All other errors, such as a lack of
-descriptors, raise ``OSError``, because otherwise a running process would be taken for one that has ended.
+descriptors, raise ``OSError``, because otherwise a running process would be taken for one that has exited.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ READ_TIMEOUT_S: Final = 2.0
 MAX_HUNG_READS: Final = 4
 """Maximum number of reads that may hang at the same time. While that many hang, ``of_each`` reads no other process."""
 _GONE: Final = frozenset({errno.ENOENT, errno.ESRCH, errno.EACCES, errno.EPERM, errno.EIO, errno.EFAULT})
-"""Errors that mean that a process is gone, that the permission is missing, or that a part of its arguments is not
-mapped.
+"""Errors that mean that a process is gone, that we may not read the file, or that a part of the process's arguments is
+not mapped.
 """
 
 
 class Stat(msgspec.Struct, frozen=True, gc=False):
-    """One line of ``/proc/PID/stat`` (proc(5)). Ticks are those of ``host.clock``.
+    """The content of ``/proc/PID/stat`` (proc(5)). Ticks are counted as in ``host.clock``.
 
     This is a msgspec struct because hundreds are created at a time, and a frozen dataclass takes six times as long.
     """
@@ -78,8 +78,8 @@ class Stat(msgspec.Struct, frozen=True, gc=False):
     def is_alive(self) -> bool:
         """False for a zombie, which has exited and is only waiting to be reaped.
 
-        The kernel also shows a process as a zombie if its first thread has ended and others still run. Such a process
-        is alive.
+        The kernel also shows a process as a zombie if its first thread has exited while other threads are still
+        running. Such a process is alive.
         """
         return self.state not in "ZXx" or self.threads > 1
 
@@ -332,8 +332,8 @@ def user(pid: int) -> int | None:
 
 
 def has_our_root(pid: int) -> bool:
-    """Return True if a process has the same root directory as we have. Return False if it differs or the kernel does
-    not show it.
+    """Return True if a process has the same root directory as this process. Return False if it has another one or the
+    kernel does not show it.
     """
     try:
         return Path(f"/proc/{pid}/root").samefile("/")

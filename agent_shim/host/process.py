@@ -56,8 +56,8 @@ reaped it.
 """
 
 _watched: dict[int, list[Process]] = {}
-"""Every ``Process`` that has not ended, by pid. It is global, because all children of this process are reaped in one
-place.
+"""Every ``Process`` whose exit has not been noticed yet, by pid. It is global, because all children of this process are
+reaped in one place.
 """
 _spawned: dict[int, int] = {}
 """Maps the pid of each child that ``spawn`` started and that has not been reaped yet to its start ticks."""
@@ -71,7 +71,7 @@ class Parent(Protocol):
     """The keeper (``host.keeper``) that is an ancestor of a process that is not our child."""
 
     async def status_of(self, identity: tuple[int, int]) -> int | None:
-        """Return the status of a process that has ended, as ``Process.wait`` does, or None if it is unknown."""
+        """Return the status of a process that has exited, as ``Process.wait`` does, or None if it is unknown."""
 
     def processes(self) -> list[proc.Stat]:
         """List the living descendants. This method blocks."""
@@ -129,7 +129,7 @@ class Process:
         return self._over.is_set()
 
     async def wait(self) -> int | None:
-        """Wait until the process ends. Return its exit code, 128+N after signal N, or None if that is unknown (for an
+        """Wait until the process exits. Return its exit code, 128+N after signal N, or None if that is unknown (for an
         adopted process on an older kernel).
         """
         await self._over.wait()
@@ -222,7 +222,7 @@ class Process:
         return [each for each in await asyncio.to_thread(self._parent.processes) if each.group == self.pid]
 
     def _poll(self) -> None:
-        """Check periodically whether a process without a pidfd has ended."""
+        """Check periodically whether a process without a pidfd has exited."""
         self._timer = self._loop.call_later(POLL_S, self._poll)
         if not self.is_alive:
             self._timer.cancel()
@@ -333,7 +333,7 @@ def spawn(
 def adopt(pid: int, start_ticks: int | None = None, parent: Parent | None = None) -> Process | None:
     """Watch a running process. Return None if it is gone, is a zombie, or did not start at ``start_ticks``.
 
-    ``parent`` is asked for the status of the process once it has ended.
+    ``parent`` is asked for the status of the process once it has exited.
     """
     pidfd = _open(pid)
     try:
@@ -356,7 +356,7 @@ def adopt(pid: int, start_ticks: int | None = None, parent: Parent | None = None
 
 
 def ended(identity: tuple[int, int], status: int | None, parent: Parent | None = None) -> Process:
-    """Return a ``Process`` for a group leader that has already ended. ``parent`` is asked for the remaining members of
+    """Return a ``Process`` for a group leader that has already exited. ``parent`` is asked for the remaining members of
     its group.
     """
     pid, start_ticks = identity
@@ -567,7 +567,7 @@ def _send(pidfd: int | None, pid: int, sig: int) -> bool:
 
 
 def _is_readable(pidfd: int) -> bool:
-    """Return True if the process of this pidfd has ended."""
+    """Return True if the process to which this pidfd refers has exited."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))

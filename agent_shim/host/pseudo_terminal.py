@@ -30,8 +30,8 @@ Argv: TypeAlias = Callable[[int | None], tuple[list[str], int]]
 
 CHUNK_BYTES: Final = 64 * 1024
 POLL_MS: Final = 200
-"""How often to check whether the program has ended or must be hung up. The terminal does not show that the program has
-ended, because the program's children may keep it open.
+"""How often to check whether the program has exited or must be hung up. The terminal does not show that the program has
+exited, because the program's children may keep the terminal open.
 """
 HANG_UP_TIMEOUT_S: Final = 5.0
 """How long the program may run after a hang-up before it gets SIGKILL."""
@@ -112,7 +112,7 @@ def _time_left(hang_ups: list[float]) -> float:
 
 
 def _relay(master: int, program: subprocess.Popen[bytes], hang_ups: list[float], *, keys: bool, out: int) -> None:
-    """Copy keys and output until the program has ended or the operator's terminal is gone. After a hang-up, which a
+    """Copy keys and output until the program has exited or the operator's terminal is gone. After a hang-up, which a
     signal handler adds to ``hang_ups``, send the program SIGHUP, and stop copying after ``HANG_UP_TIMEOUT_S`` seconds.
 
     While the program does not read its input, no more keys are read, but its output is still copied.

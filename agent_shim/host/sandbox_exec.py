@@ -6,9 +6,9 @@ and exec. It then executes the job's program, which keeps the pid. If ``has_init
 and runs the program as its child. The argument ``FD`` is a descriptor from which the ``ExecSpec`` is read as a line of
 JSON. If a step fails, it is reported on stderr, the job's program is not run, and the exit code is 127.
 
-With a ``gate``, descriptor 0 is a socket. The peer receives the pid (as text) if it differs from that of this program,
-or the reason for a failure, and sends one byte to let the program run. If the peer closes the socket, this process
-exits.
+If ``gate`` is set, descriptor 0 is a socket. The peer receives the pid (as text) if it differs from that of this
+program, or the reason for a failure, and sends one byte to let the program run. If the peer closes the socket, this
+process exits.
 
 Every mount source is opened once, before any privilege is dropped, and links are followed only if root created them.
 Mounts and Landlock rules are then created from the open descriptors, because a job can replace a directory at any time,
@@ -71,7 +71,7 @@ _SCOPE_SIGNAL: Final = 2
 restricted, because they belong to the network, which bpm processes share.
 """
 
-# What a new root file system contains in addition to the requested mounts (bpm-release
+# Contents of a new root file system in addition to the requested mounts (bpm-release
 # src/bpm/runc/specbuilder/specbuilder.go).
 _NODES: Final = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 _LINKS: Final[Mapping[str, str]] = {
@@ -118,16 +118,17 @@ class BindMount(TypedDict):
 
 
 class ExecSpec(TypedDict):
-    """A program and its confinement. If ``uid`` and ``gid`` are None, the current user is kept. ``capabilities`` are
-    numbers.
+    """A program and its confinement. If ``uid`` and ``gid`` are None, the program runs as the current user.
+    ``capabilities`` contains the numbers of the capabilities that it gets, unless ``keeps_privileges`` is set.
 
-    ``limits`` maps names (``RLIMIT_NOFILE``) to a value that is both the soft and the hard limit. ``cgroups`` are
-    directories to join. If ``binds`` is None, every path is accessible. With ``namespaces`` (``mnt``, ``pid``,
-    ``ipc``, ``uts``), new namespaces are created and only the bind mounts are visible, each at its ``path``.
-    Without them, Landlock restricts access to the sources of the bind mounts, and ``may_signal`` allows signals to
-    processes outside. With ``has_init``, the program runs below an init, which is the first of ``inits`` that can
-    be executed, or this process. ``enter`` is the pid of a process whose namespaces are joined. ``terminal`` is a
-    descriptor below 3 that becomes the controlling terminal of a new session.
+    ``limits`` maps the name of a resource limit (``RLIMIT_NOFILE``) to the value for both its soft and its hard limit.
+    ``cgroups`` lists the directories of the cgroups to join. If ``binds`` is None, every path is accessible. If it is
+    given and ``namespaces`` (``mnt``, ``pid``, ``ipc``, ``uts``) are too, these namespaces are created, and only the
+    bind mounts are visible, each at its ``path``. If no namespaces are given, Landlock restricts access to the sources
+    of the bind mounts, and the program can send signals to processes outside its sandbox only if ``may_signal`` is set.
+    If ``has_init`` is set, the program runs below an init, which is the first of ``inits`` that can be executed or, if
+    none can, this process. ``enter`` is the pid of a process whose namespaces are joined. ``terminal`` is a descriptor
+    below 3 that becomes the controlling terminal of a new session.
     """
 
     argv: list[str]
@@ -321,8 +322,8 @@ def _set_capabilities(wanted: Sequence[int]) -> None:
 
 
 def _unshare(spec: ExecSpec) -> int:
-    """Clone a sibling process into new namespaces. Its root file system contains only the bind mounts. Like fork, this
-    returns 0 in the new process and its pid in this one.
+    """Clone a sibling of this process into new namespaces. The sibling's root file system contains only the bind
+    mounts. Like fork, this returns 0 in the new process and its pid in this one.
     """
     binds = spec["binds"] or []
     with _step("share a volume"):

@@ -156,8 +156,8 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 def holders(places: Sequence[Path]) -> list[Holder]:
-    """Find everything that keeps the volumes at ``places`` in use: mounts below them, loop devices, and all processes
-    except this one that use files in them.
+    """Find everything that keeps the volumes at ``places`` in use: mounts below them, loop devices, and processes other
+    than this one that use files in them.
     """
     found = [
         Holder(0, 0, f"{mount.kind} is mounted on {mount.point}")
