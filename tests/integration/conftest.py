@@ -1,5 +1,5 @@
-"""Fixtures for tests of a whole agent (its process, a private bus and a Director) and for blob tests (a directory tree
-and an HTTP server).
+"""Fixtures for tests of a whole agent process with a private bus and a Director, and for blob tests with a directory
+tree and an HTTP server.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def server() -> AsyncIterator[BlobServer]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[process.Process]:
-    """Provide a list to which every process is added that the test starts."""
+    """Provide a list of all processes that the test has started through ``process.spawn``."""
     found: list[process.Process] = []
     honest = process.spawn
 

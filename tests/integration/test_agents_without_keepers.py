@@ -23,7 +23,7 @@ FORMER: Final = "d2b51961"
 
 @pytest.fixture(scope="module")
 def former(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with the sources of the last revision without keepers."""
+    """Export the last revision without keepers, and return the directory with its sources."""
     tree = tmp_path_factory.mktemp("former")
     archive = subprocess.run(["git", "-C", ROOT, "archive", FORMER], stdout=subprocess.PIPE, check=False)
     if archive.returncode:
@@ -34,8 +34,8 @@ def former(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def left(world: JobTree, former: Path) -> tuple[int, int]:
-    """Start a job with an agent of that revision, then kill the agent. Return the pids of the job's process and its
-    child.
+    """Start a job with an agent of the revision ``former``, then kill this agent. Return the pids of the job's process
+    and of that process's child.
     """
     child = world.base / "child"
     jobs = [world.job("web", f"sleep 600 & echo $! >{child}; echo $$ >$pidfile; {LASTING}", "exit 0", timeout=1)]

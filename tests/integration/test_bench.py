@@ -1,4 +1,4 @@
-"""``./dev bench`` with fake benchmarks, and with a program that fails in place of an agent."""
+"""Runs ``./dev bench`` with fake benchmarks, and with a failing program instead of an agent."""
 
 from __future__ import annotations
 

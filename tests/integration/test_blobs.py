@@ -1,4 +1,6 @@
-"""The order of the places from which blobs are fetched, retries, and errors for missing or corrupt blobs."""
+"""Where blobs are fetched from and in which order, when downloads are retried, and how missing or corrupt blobs are
+reported.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ MISMATCH = f"Expected stream to have digest '{'0' * 40}' but was '{SHA1}'"
 
 @pytest.fixture
 def server(server: BlobServer) -> BlobServer:
-    """Provide a server with the blob at ``/signed`` and at the path that the DAV provider requests for its id."""
+    """Provide a server that has the blob at ``/signed``, and at the path where the DAV provider looks for its id."""
     server.blobs = {"/signed": BLOB, f"/{SHARD}/{ID}": BLOB}
     return server
 
@@ -74,8 +76,8 @@ def left_open() -> list[str]:
 
 
 async def test_signed_url_takes_precedence_over_the_blob_id(paths: Paths, server: BlobServer, blobs: Blobs) -> None:
-    """If a request has a signed URL and a blob id, the agent uses only the URL, and looks up the id neither locally nor
-    in the blobstore.
+    """If a request has both a signed URL and a blob id, the agent uses only the URL. It looks up the id neither locally
+    nor in the blobstore.
     """
     (paths.blobs / ID).write_bytes(b"another")
     url = f"{server.url}/signed?sig=x"
@@ -150,9 +152,7 @@ async def test_blob_without_a_valid_digest_is_rejected(paths: Paths, blobs: Blob
     [("500", SURE), ("404", SURE), (http.HALF, SURE), (http.STALL, FAST), (http.WRONG, SURE)],
 )
 async def test_failed_download_is_retried(server: BlobServer, blobs: Blobs, first: str) -> None:
-    """The third attempt succeeds, whether the first two end with an error status, partial content, a stall or wrong
-    bytes.
-    """
+    """The third attempt succeeds. The first two fail with an error status, partial content, a stall or wrong bytes."""
     for ref in ({"blob_id": ID}, {"signed_url": f"{server.url}/signed"}):
         server.plan = [first, first]
         server.requests.clear()
@@ -192,9 +192,9 @@ async def test_download_attempts_leave_no_files_or_descriptors(paths: Paths, ser
 async def test_full_disk_fails_a_download_without_a_retry(
     paths: Paths, server: BlobServer, blobs: Blobs, size: int
 ) -> None:
-    """The server is not at fault, so the blob is not requested again.
+    """The blob is not requested again, because the server is not at fault.
 
-    A limit on the file size of this process simulates the full disk.
+    A limit on the size of files that this process writes simulates the full disk.
     """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -213,8 +213,8 @@ async def test_full_disk_fails_a_download_without_a_retry(
 
 
 async def test_upload_to_a_signed_url_is_not_retried(server: BlobServer, blobs: Blobs, tmp_path: Path) -> None:
-    """As in the Go agent, a failed upload is reported immediately. Only the sender of the request knows the blob id, so
-    a retry is up to the sender.
+    """As in the Go agent, a failed upload is reported immediately. The caller has to retry the request, because only
+    the caller knows the blob id.
     """
     (tmp_path / "file").write_bytes(b"result")
     assert await blobs.put(tmp_path / "file", f"{server.url}/new?sig=x", {"x-ms-blob-type": "blockblob"}) == ""

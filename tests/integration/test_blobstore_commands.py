@@ -1,5 +1,5 @@
-"""Blobstores that the agent accesses through a ``bosh-blobstore-*`` command from the stemcell, tested with actions that
-upload and download.
+"""Blobstores that the agent accesses through the stemcell's ``bosh-blobstore-*`` commands, tested with actions that
+upload and download blobs.
 """
 
 from __future__ import annotations
@@ -181,9 +181,7 @@ def s3(method: str, url: str, data: bytes = b"") -> bytes:
 
 @pytest.mark.slow
 async def test_command_blobstore_works_with_an_s3_store(tmp_path: Path) -> None:
-    """The agent calls a program in place of ``bosh-blobstore-s3``, which transfers blobs to and from a simulated S3
-    server.
-    """
+    """A stand-in for ``bosh-blobstore-s3`` transfers blobs to and from a simulated S3 server."""
     async with moto(tmp_path) as port:
         bucket = f"http://127.0.0.1:{port}/blobs"
         s3("PUT", bucket)

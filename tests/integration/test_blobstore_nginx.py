@@ -52,7 +52,7 @@ def sha1(content: bytes) -> str:
 
 
 def spec(package: dict[str, Any], templates: dict[str, Any]) -> dict[str, Any]:
-    """Return the spec of an instance with one job and one package, with the given references to their blobs."""
+    """Return the spec of an instance with one job and one package, whose blobs are ``templates`` and ``package``."""
     return {
         "deployment": "dep",
         "job": {"name": "g", "template": "web", "version": "1", "templates": [{"name": "web", "version": "1"}]},
@@ -77,9 +77,9 @@ def left(world: LocalAgent) -> list[Path]:
 async def test_dav_blobstore_with_tls_and_password_stores_and_installs_packages(
     world: LocalAgent, server: Nginx
 ) -> None:
-    """A package is compiled, uploaded, and installed from the blobstore.
+    """A package is compiled, uploaded to the blobstore, and installed from there.
 
-    Logs are uploaded, and DNS records downloaded.
+    Logs are uploaded to the blobstore, and DNS records are downloaded from it.
     """
     value = await world.value("compile_package", "source", sha1(SOURCE), "p", "1", {})
     stored = server.path(value["result"]["blobstore_id"]).read_bytes()
@@ -99,9 +99,10 @@ async def test_dav_blobstore_with_tls_and_password_stores_and_installs_packages(
 
 
 async def test_dav_blobstore_with_signed_urls_works_without_a_password(tmp_path: Path, server: Nginx) -> None:
-    """Compilation, installation, logs and DNS records need only signed URLs and the CA in the settings.
+    """To compile and install packages, upload logs and fetch DNS records, the agent needs only signed URLs and the CA
+    in the settings.
 
-    The templates arrive over the bus, as a Director sends them.
+    The test sends the templates over the bus, as a Director does.
     """
     options = {name: value for name, value in server.options("").items() if name not in ("user", "password")}
     async with made(tmp_path, **settings(options)) as world:

@@ -1,4 +1,4 @@
-"""Each blobstore provider with a real directory, server or command."""
+"""Tests of each blobstore provider with a real directory, a real server or a real command."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_local_blobstore_stores_and_returns_blobs(
 
 
 async def test_local_blobstore_on_a_full_disk_names_the_file_and_removes_it(paths: Paths, tmp_path: Path) -> None:
-    """A limit on the file size of this process simulates the full disk."""
+    """A limit on the size of files that this process writes simulates the full disk."""
     (tmp_path / "file").write_bytes(bytes(200_000))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
@@ -121,9 +121,10 @@ async def test_create_env_cache_path_maps_to_the_uploaded_blobs_directory(paths:
     ],
 )
 def test_invalid_blobstore_is_rejected(paths: Paths, kind: str, options: dict[str, Any], text: str) -> None:
-    """The error names the option that is missing or has the wrong type. For ``local``, its text matches the Go agent's.
+    """The error names the option that is missing or has the wrong type. For ``local``, the error matches the Go
+    agent's.
 
-    A provider name must be a plain name, because it becomes part of a path and of a command.
+    A provider name must be a plain name, because the agent inserts it into a path and a command.
     """
     with pytest.raises(BlobError, match=text):
         made(paths, kind, **options)
@@ -237,8 +238,8 @@ async def test_blobstore_command_may_replace_the_target_file(paths: Paths) -> No
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
 async def test_failed_blobstore_command_is_reported_without_secrets(paths: Paths) -> None:
-    """The command's message is reported without option values, URL queries and passwords in URLs. Host names stay in
-    it.
+    """The command's message is reported with its host names, but without option values, URL queries and passwords in
+    URLs.
     """
     program(
         paths,

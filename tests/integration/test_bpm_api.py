@@ -1,4 +1,4 @@
-"""The requests that the ``bpm`` command sends to the agent, with a real process configured in a bpm.yml."""
+"""Sends the requests of the ``bpm`` command to the agent, with a real process configured in a bpm.yml."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from tests.support.waiting import until
 
 @pytest.fixture
 async def bpm(world: JobTree) -> AsyncIterator[Bpm]:
-    """Provide a runner with a job ``web``. The job has a process ``web`` and a process ``errand``, which prints its
-    variable and exits with 7.
+    """Provide a bpm runner with a job ``web``, which has a process ``web`` and an errand process ``errand``.
+
+    The errand prints the variable ``NAME`` and exits with 7.
     """
     world.paths.log.mkdir(parents=True)
     world.paths.sys.symlink_to(world.paths.data_sys)

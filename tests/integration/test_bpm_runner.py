@@ -1,4 +1,4 @@
-"""The supervisor runs real processes of bpm.yml files in a scratch tree, at different isolation levels."""
+"""Real processes that the supervisor starts from bpm.yml files in a scratch tree, at different isolation levels."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def world(world: JobTree) -> JobTree:
 
 
 def job(world: JobTree, script: str, more: str = "", name: str = "web") -> JobFile:
-    """Add a job with one process, which runs the shell code ``script``. ``more`` is YAML with further keys of the
-    process.
+    """Add a job with one process, which runs the shell code ``script``. ``more`` is YAML text with additional keys of
+    this process.
     """
     directory = world.paths.jobs / "web"
     (directory / "bin").mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def job(world: JobTree, script: str, more: str = "", name: str = "web") -> JobFi
 
 
 async def weaken(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
-    """Use this isolation level even if the container allows a stronger one."""
+    """Use isolation ``level``, or a weaker one if the container allows no more."""
     found = await sandbox.isolation()
     monkeypatch.setattr(sandbox, "isolation", AsyncMock(return_value=found._replace(level=max(level, found.level))))
 
@@ -95,7 +95,8 @@ async def said(world: JobTree, text: str) -> None:
 async def test_bpm_process_runs_with_the_context_that_bpm_documents(
     world: JobTree, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Arguments, environment, working directory, session, pidfile and logs are as described in bpm's documentation.
+    """The arguments, environment, working directory, session, pidfile and logs of a process are as described in bpm's
+    documentation.
 
     The process inherits none of the agent's variables.
     """
@@ -131,7 +132,7 @@ async def test_bpm_process_runs_with_the_context_that_bpm_documents(
 async def test_bpm_stop_signals_the_process_and_kills_its_children(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, number: str, more: str
 ) -> None:
-    """The shutdown signal goes only to the process itself. Its children are killed after it has ended."""
+    """The shutdown signal is sent only to the process itself. Its children are killed after it has exited."""
     await weaken(monkeypatch, 3)
     child_of = "env -i setsid sleep 601"
     trap = f"trap 'sleep 0.1; echo bye; exit 0' {number}"
@@ -210,7 +211,7 @@ async def test_bpm_process_started_by_a_script_is_adopted(
 
 
 def cgroups_of(world: JobTree) -> list[str]:
-    """Return the cgroups of the processes of this tree."""
+    """Return the names of the cgroups that contain processes of this tree."""
     ending = f"@{world.base}".replace("/", "%2f")
     tops = [job_cgroups.parent_of_job_cgroups(hierarchy) / "agent_shim" for _, hierarchy in job_cgroups.hierarchies()]
     return [each.name for top in tops if top.is_dir() for each in top.iterdir() if each.name.endswith(ending)]
@@ -248,8 +249,10 @@ async def test_bpm_errand_returns_its_exit_code_and_leaves_no_process(
 async def test_children_of_a_dead_bpm_process_end_before_the_next_start(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Children of the process survive if the init of the PID namespace is killed. They could still listen on the port
-    that the next process needs, so the agent ends them before the start.
+    """If the init of the PID namespace is killed, the children of the process survive.
+
+    The agent must kill them before it starts the process again, because they could still listen on the port that the
+    new process needs.
     """
     await weaken(monkeypatch, 3)
     job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; kill -9 $PPID; exec sleep 605")
@@ -268,8 +271,8 @@ async def test_children_of_a_dead_bpm_process_end_before_the_next_start(
 async def test_next_agent_adopts_a_bpm_process_without_saved_state(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopping the adopted process also removes its cgroup. Otherwise the next process would inherit the cgroup's
-    statistics.
+    """When the adopted process is stopped, its cgroup is removed as well, so that the next process does not inherit the
+    statistics of the cgroup.
     """
     removed = []
     monkeypatch.setattr(job_cgroups.JobCgroup, "remove", lambda _: removed.append("removed"))
@@ -295,8 +298,8 @@ def started_at(pid: int) -> float:
 
 @pytest.mark.parametrize("later_s", [-60, -0.5, 900])
 async def test_bpm_pidfile_without_a_matching_process_is_ignored(world: JobTree, later_s: float) -> None:
-    """A process belongs to the pidfile only if it was started at about the time when the file was written. Otherwise it
-    is another process that got the same pid later.
+    """A process belongs to the pidfile only if it was started at about the time at which the file was written.
+    Otherwise, it has merely been given the same pid later.
     """
     job(world, "exec sleep 600")
     other = process.spawn(["sleep", "600"], env={})
@@ -329,8 +332,8 @@ def test_unknown_bpm_key_is_logged_once_per_file_content(world: JobTree, caplog:
 
 
 async def test_bpm_pre_start_hook_runs_first_and_its_failure_is_reported(world: JobTree) -> None:
-    """The hook gets the environment of the process, but runs without its restrictions. If the hook fails, the process
-    is not started.
+    """The hook gets the environment of the process, but not its restrictions. If the hook fails, the process is not
+    started.
     """
     empty = Paths(world.base).empty
     empty.mkdir(exist_ok=True)
@@ -425,7 +428,7 @@ async def test_bpm_start_and_stop_fail_while_processes_of_a_killed_keeper_remain
 
 @pytest.mark.usefixtures("no_cgroups")
 async def test_bpm_hook_ends_when_its_start_is_cancelled(world: JobTree) -> None:
-    """A hook that continued would still be running when the next start runs the hook again.
+    """If the hook kept running after the cancellation, two hooks would run at the same time after the next start.
 
     The test also checks that an OOM kill of an earlier process is not reported as the reason for a later exit.
     """
@@ -538,7 +541,7 @@ def test_bpm_process_gets_only_the_configured_capabilities(
     ids: tuple[int | None, int | None],
     names: list[str],
 ) -> None:
-    """A privileged process runs as root. An agent that is not root cannot grant capabilities.
+    """A privileged process runs as root. An agent that does not run as root cannot grant any capabilities.
 
     The limit on open files may exceed the agent's hard limit, because the agent has CAP_SYS_RESOURCE.
     """
@@ -617,7 +620,7 @@ async def test_old_oom_kills_are_not_attributed_to_the_next_process_in_a_cgroup(
 
 
 def test_changed_bpm_memory_limit_is_read_again(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the file is invalid, no limit applies."""
+    """A changed memory limit in the bpm.yml takes effect. If the changed file is invalid, no limit applies."""
     counted = [0]
     monkeypatch.setattr(job_cgroups.JobCgroup, "memory", lambda _: (counted[0], 77))
     bpm = world.supervisor().bpm
@@ -691,7 +694,7 @@ HALVES = f"for half in 1 2; do {PYTHON} -c 'import time; x = bytearray(40 << 20)
 
 @pytest.mark.usefixtures("no_cgroups")
 async def test_bpm_memory_limit_without_a_cgroup_counts_the_process_tree(world: JobTree) -> None:
-    """The sum over all processes exceeds the limit, although no single process does and the main process is small."""
+    """The processes together exceed the limit, although each of them, including the main process, stays below it."""
     file = job(world, HALVES, WITH_PYTHON + "  limits: {memory: 64M}\n")
     async with world.supervising(file) as supervisor:
         pid = (await in_state(supervisor, "web", "running")).pid
@@ -754,7 +757,7 @@ async def test_isolated_bpm_process_sees_only_its_own_files(world: JobTree, monk
 
 
 async def test_bpm_log_has_each_step_and_error(world: JobTree) -> None:
-    """``sys/log/JOB/bpm.log`` gets one JSON line for each step. A start of an unknown job creates no log directory."""
+    """Each step adds one JSON line to ``sys/log/JOB/bpm.log``. For an unknown job, no log directory is created."""
     file = job(world, "exec sleep 600")
     async with world.supervising(file) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -786,7 +789,7 @@ async def test_bpm_log_has_each_step_and_error(world: JobTree) -> None:
 
 
 async def test_bpm_creates_directories_with_private_modes(world: JobTree) -> None:
-    """Existing directories keep their mode, except volumes, whose mode is always set."""
+    """New directories get a private mode, and existing ones keep their mode. Only volumes always get their mode set."""
     volumes = [world.base / name for name in ("old", "new")]
     volumes[0].mkdir(mode=0o755)
     kept = world.paths.sys / "run/web"
@@ -823,7 +826,7 @@ async def test_bpm_start_waits_for_a_volume_of_another_job(world: JobTree) -> No
 
 @pytest.mark.parametrize("how", ["cancelled", "ended"])
 async def test_abandoned_bpm_errand_is_killed(world: JobTree, how: str) -> None:
-    """An errand is killed if its caller disconnects or if another request asks for that."""
+    """An errand is killed if its caller disconnects, or if another request asks the agent to kill it."""
     job(world, "echo ready; exec sleep 603")
     async with world.supervising() as supervisor:
         waiting = asyncio.create_task(supervisor.bpm.run(START, [], {}))

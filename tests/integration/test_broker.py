@@ -1,4 +1,4 @@
-"""The test bus gives agents the permissions of a real bus, and admits and removes users while it runs."""
+"""Tests of the test bus: it gives agents the permissions of a real bus, and admits and removes users while it runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_subscription_to_the_subject_of_another_agent_is_refused(tmp_path:
 
 
 async def test_broker_admits_agents_by_their_certificates(tmp_path: Path) -> None:
-    """An agent is admitted with the certificates that were added for it. The Director and the Health Monitor are always
+    """A certificate that was added for an agent admits that agent. The Director and the Health Monitor are always
     admitted.
     """
     async with NatsServer(tmp_path) as server:

@@ -41,7 +41,7 @@ def package(paths: Paths, name: str, version: str = "1", **members: bytes) -> Bu
 
 
 def jobs(paths: Paths, *names: str, version: str = "1", blob_id: str = "templates") -> list[Bundle]:
-    """Return jobs that come from one archive of rendered templates, which was received over the bus."""
+    """Return jobs from a single archive of rendered templates, which the agent has received over the bus."""
     data = archive({f"{name}/monit": f"{name} {version}" for name in names})
     (paths.sensitive_blobs / blob_id).write_bytes(data)
     return [Bundle("job", name, version, BlobRef(blob_id, digest=sha1(data))) for name in names]
@@ -82,8 +82,8 @@ def test_bundle_path_matches_the_go_agent(paths: Paths, bundles: Bundles, bundle
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "../x", "a\0b", ".hidden", "x" * 300])
 async def test_bundle_with_an_unsafe_name_or_no_version_is_rejected(paths: Paths, bundles: Bundles, name: str) -> None:
-    """Name and version come from requests and become parts of paths, so they are checked. Without a version, the Go
-    agent crashes; this agent reports an error.
+    """Name and version come from requests and become parts of paths, so they are checked. If the version is missing,
+    the Go agent crashes, but this agent reports an error.
     """
     with pytest.raises(ActionError, match="cannot use .* as the name of a package"):
         bundles.path(Bundle("package", name, "1"))
@@ -120,8 +120,8 @@ async def test_one_worker_installs_all_bundles(paths: Paths, bundles: Bundles, m
 
 
 async def test_bundle_installed_by_the_go_agent_is_reused(paths: Paths, bundles: Bundles) -> None:
-    """The Go agent leaves no other sign that a bundle is installed than its directory, so an existing directory is
-    enough.
+    """If the bundle's directory exists, the bundle counts as installed, because the Go agent leaves no other sign of an
+    installation.
     """
     bundle = Bundle("package", "p", "1", BlobRef("gone", digest="00"))
     bundles.path(bundle).mkdir(parents=True)
@@ -209,7 +209,7 @@ async def test_links_point_to_the_bundles_in_use(paths: Paths, bundles: Bundles)
 
 
 async def test_job_loses_links_to_removed_packages(paths: Paths, bundles: Bundles) -> None:
-    """Links and files that the job itself created in its ``packages`` directory stay."""
+    """Links and files that the job itself has created in its ``packages`` directory are kept."""
     [web] = jobs(paths, "web")
     ruby, nginx = package(paths, "ruby"), package(paths, "nginx")
     await installed(bundles, web, ruby, nginx)
@@ -374,7 +374,7 @@ async def test_small_blob_is_read_and_oversized_blob_is_rejected(paths: Paths, b
 async def test_disk_error_is_reported_as_an_action_error(
     paths: Paths, bundles: Bundles, do: Callable[[Bundles, Bundle], asyncio.Future[None]]
 ) -> None:
-    """The Director thus receives the error, and the agent does not exit."""
+    """The Director must get the error in a reply, and the agent must not exit."""
     bundle = package(paths, "p")
     await installed(bundles, bundle)
     for path in (paths.packages, paths.data / "web"):

@@ -1,5 +1,6 @@
-"""Messages from a faulty or hostile bus server. The agent always recovers and receives requests again, and trusts
-nothing that arrives without TLS.
+"""A faulty or hostile bus server sends messages to the agent.
+
+The agent always recovers and receives requests again, and trusts nothing that arrives without TLS.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ REQUEST = b'{"method":"ping","reply_to":"director.d.agent.r"}'
 
 
 def message(data: bytes, *, sid: bytes = b"1") -> bytes:
-    """Return a message in the form in which a server delivers it to a subscriber."""
+    """Return a message in the form in which a NATS server delivers it to a subscriber."""
     return b"MSG agent.agent %b %d\r\n%b\r\n" % (sid, len(data), data)
 
 
@@ -89,11 +90,11 @@ PINGS = b"PING\r\n" * 3
     ],
 )
 async def test_invalid_server_message_leads_to_a_new_connection(words: bytes) -> None:
-    """An error message or invalid bytes from the server end the connection. On the next connection, requests are
-    received and answered.
+    """An error message or invalid bytes from the server end the connection. On the next connection, the agent receives
+    and answers requests.
 
-    When nats-py cannot decode something, it stops reading but still reports that it is connected. Pings would reveal
-    this only after 10 to 15 s.
+    If nats-py cannot decode something, it stops reading but still reports that it is connected. Missing answers to
+    pings would reveal this only after 10 to 15 s.
     """
     async with facing(saying(words), asking) as bus:
         await until(lambda: bus.stats.sent >= 1)
@@ -194,8 +195,10 @@ async def test_tls_handshake_that_fails_at_exit_logs_no_asyncio_error(
 
 @pytest.mark.attack("a neighbour stalls the connection to the bus")
 async def test_connection_to_a_server_that_pings_without_reading_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server keeps the connection alive by sending pongs that nobody requested. Without a limit, the agent's
-    answers to the server's pings would accumulate in memory.
+    """The server sends pings without reading the answers, and keeps the connection alive with pongs that nobody
+    requested.
+
+    Without a limit, the agent's answers to these pings would accumulate in memory.
     """
     monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 200_000)
     loop = asyncio.get_running_loop()
@@ -227,8 +230,8 @@ async def test_connection_to_a_server_that_pings_without_reading_is_closed(monke
 async def test_endless_server_line_or_message_closes_the_connection(
     words: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection is closed when the size limit is reached, long before missing answers to the agent's pings would
-    end it.
+    """The connection is closed when the size limit is reached. Without the limit, it would last until the server has
+    left several of the agent's pings unanswered.
     """
     monkeypatch.setattr(link, "MAX_UNREAD_BYTES", 1 << 20)
     sent = 0
@@ -303,7 +306,7 @@ async def test_denied_subscription_leads_to_a_new_connection() -> None:
 @pytest.mark.attack("a neighbour stalls the connection to the bus")
 @pytest.mark.parametrize("lines", [0, 1, 2, 3])
 async def test_handshake_with_a_silent_server_is_abandoned_and_retried(lines: int) -> None:
-    """The attempt times out wherever the server stops answering, and another attempt follows."""
+    """The attempt times out, at whatever point the server stops answering, and the agent tries again."""
 
     async def silent(wire: ClientConnection) -> None:
         for number in range(lines):
@@ -334,7 +337,7 @@ async def test_handshake_with_a_silent_server_is_abandoned_and_retried(lines: in
 async def test_server_of_another_protocol_is_logged_once_and_retried(
     info: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The agent keeps running, and logs the same error only once, not for each attempt."""
+    """The agent keeps running. It logs the same error only once and not for each attempt."""
     seen = []
 
     async def script(wire: ClientConnection) -> None:

@@ -1,4 +1,4 @@
-"""A Director updates one canary instance, and polls it like a real Director during the manifest's watch time."""
+"""Updates one canary instance, and polls it like a real Director until the end of the manifest's watch time."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class NotRunningError(Exception):
 
 
 async def wait_until_running(instance: RunningAgent) -> int:
-    """Poll the instance until it is running, as the Director does. Return the number of polls. Raises
-    ``NotRunningError`` at the end of the watch time.
+    """Poll the instance until it is running, as the Director does, and return the number of polls.
+
+    Raises ``NotRunningError`` if the instance is still not running when the watch time ends.
     """
     least, most = WATCH
     step = min(15.0, max(1.0, (most - least) / INTERVALS))

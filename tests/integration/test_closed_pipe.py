@@ -1,4 +1,4 @@
-"""Commands whose output pipe is closed by its reader, as ``head`` and ``grep -q`` do."""
+"""Commands whose output pipe is closed early by its reader, which ``head`` and ``grep -q`` do."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ properties: {db.user: {default: root}}
 
 
 def rendered(where: Path, template: str, values: dict[str, Any] | None = None) -> Job:
-    """Return the job ``web``, rendered from this template with these property values."""
+    """Render the job ``web`` from this template and these property values, and return it."""
     files = {"web/spec": SPEC, "web/monit": "", "web/templates/web.erb": template, "db/spec": DATABASE, "db/monit": ""}
     for name, text in files.items():
         place = where / "jobs" / name

@@ -159,7 +159,7 @@ def test_compile_command_output_is_reproducible(paths: Paths, tmp_path: Path) ->
 
 
 def test_compile_command_reports_a_failed_package(paths: Paths, tmp_path: Path) -> None:
-    """The error contains the output of the packaging script, and neither a tarball nor temporary files are left."""
+    """The error contains the output of the packaging script. Neither a tarball nor temporary files are left."""
     source = release(tmp_path / "in.tgz", good=(LIBRARY, []), worse=("echo so it is >&2; exit 3", ["good"]))
     done = compile_with(paths, "-output-directory", tmp_path / "out", source)
 
@@ -172,7 +172,7 @@ def test_compile_command_reports_a_failed_package(paths: Paths, tmp_path: Path) 
 
 
 def test_compile_command_refuses_to_run_while_an_agent_runs(paths: Paths, tmp_path: Path) -> None:
-    """A running agent uses the packages in the base directory, in which the command would install others."""
+    """While an agent runs, it uses the packages in the base directory, where the command would install others."""
     with exclusive_agent(paths, "test"):
         done = compile_with(paths, "-output-directory", tmp_path, release(tmp_path / "in.tgz"))
 
@@ -203,7 +203,7 @@ def test_compile_command_refuses_to_replace_a_package_of_a_job(paths: Paths, tmp
 def test_interrupted_compile_command_kills_its_compilation(
     paths: Paths, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Every process that the packaging script started is killed, including those in another session."""
+    """Every process that the packaging script has started is killed, including those in other sessions."""
     pids = tmp_path / "pids"
     script = f"setsid sleep 600 & echo $! >> {pids}; trap '' TERM; sleep 600 & echo $! >> {pids}; wait"
     source = release(tmp_path / "in.tgz", library=(script, []))

@@ -52,7 +52,7 @@ async def machine() -> AsyncIterator[Machine]:
 
 
 async def compiling(machine: Machine) -> list[int]:
-    """Start a compilation that never ends. Return the pids of the three processes."""
+    """Start a compilation that never finishes. Return the pids of the three processes that ``FAMILY`` starts."""
     pids = machine.scratch / "pids"
     blob = machine.blob("source", archive({"packaging": FAMILY.format(pids=pids)}))
     await machine.director.call(AGENT, "compile_package", blob["blobstore_id"], blob["sha1"], "p", "1", {})
@@ -126,7 +126,7 @@ def package(store: Blobstore, packaging: str) -> Package:
 
 
 async def test_package_source_is_removed_before_packing(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
-    """If source and result existed at the same time, the disk might not have enough space for the archive.
+    """If the source and the result were on the disk at the same time, there might not be enough space for the archive.
 
     Each step is reported before it begins, and a single worker packs and uploads the result.
     """
@@ -148,8 +148,9 @@ async def test_package_source_is_removed_before_packing(paths: Paths, store: Blo
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or chowns files")
 async def test_compilation_follows_no_link_at_the_log_directory(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
-    """The user vcap may write to the parent directory. If root followed a link there, vcap could choose a directory
-    that root empties.
+    """The user vcap may write to the parent directory of the compilation logs.
+
+    If root followed a link there, vcap could choose a directory that root empties.
     """
     victim = tmp_path / "victim"
     victim.mkdir()

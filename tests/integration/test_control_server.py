@@ -22,7 +22,7 @@ async def echo(request: dict[str, Any], line: bytes, _: control_server.Peer) -> 
 
 @pytest.mark.attack("a job connects to the control socket")
 async def test_control_socket_answers_requests_and_is_private(tmp_path: Path) -> None:
-    """Requests and replies may contain any JSON value. A socket that a dead agent left behind is replaced."""
+    """Requests and replies may contain any JSON value. A socket that a dead agent has left is replaced."""
     sent = {"text": 'a"\\\n\x1b\u00e9', "list": ["x", ()], "numbers": [1, -2, 0.5], "rest": [None, True, False, {}]}
     path = tmp_path / "control.sock"
     with socket.socket(socket.AF_UNIX) as left:

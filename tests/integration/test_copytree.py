@@ -1,4 +1,4 @@
-"""Copying a directory tree with the real tar: the copy is exact, follows no links, changes nothing else, and can be
+"""Copies a directory tree with the real tar. The copy is exact and follows no links, changes nothing else, and can be
 completed after a kill.
 """
 
@@ -26,7 +26,9 @@ from tests.support.waiting import until
 
 ROOT = os.geteuid() == 0
 RECORD_BYTES = 10240
-"""Size of a tar record. Reports of the last record are ignored, because tar may finish before they are handled."""
+"""Size of a tar record. Progress reports about the last record are ignored, because tar may exit before they are
+handled.
+"""
 LEVELS = sys.getrecursionlimit() + 100
 
 
@@ -152,8 +154,9 @@ def test_copy_error_names_a_file_that_changes_constantly(pair: tuple[Path, Path]
 
 @pytest.mark.attack("a job breaks a disk migration by creating a path or timestamp that cannot be copied")
 def test_copy_of_a_tree_deeper_than_path_max_fails(pair: tuple[Path, Path]) -> None:
-    """Any job can create such a deep tree, so it must not keep the agent busy: the copy is not retried. The error
-    contains only the first of tar's messages.
+    """The copy is not retried, because any job can create such a deep tree and must not be able to keep the agent busy.
+
+    The error contains only the first of tar's messages.
     """
     source, target = pair
     phases = []
@@ -182,7 +185,9 @@ def nest(directory: Path, levels: int) -> None:
 
 
 def test_deep_tree_is_copied_over_an_earlier_attempt(pair: tuple[Path, Path]) -> None:
-    """Removing the earlier copy must not recurse, because the tree has more levels than Python's recursion limit."""
+    """Removing the copy that the earlier attempt left must not recurse, because the tree has more levels than Python's
+    recursion limit.
+    """
     source, target = pair
     nest(source, LEVELS)
     try:
@@ -253,7 +258,7 @@ def test_killed_copy_is_completed_by_the_next_one(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("big")
 async def test_tar_is_killed_with_the_process_that_runs_it(pair: tuple[Path, Path]) -> None:
-    """A tar that kept running would write at the same time as the next copy.
+    """If tar kept running, it would write to the target at the same time as the next copy.
 
     It is killed with a signal, because it would not notice a closed pipe while another process holds the pipe open.
     """

@@ -1,5 +1,5 @@
-"""The BOSH release of the CPI is unpacked, compiled, rendered and called, as a Director and ``bosh create-env`` do
-it.
+"""The BOSH release of the CPI, which the tests unpack, compile, render and call as a Director and ``bosh create-env``
+do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ end
 template, properties = ARGV
 puts ERB.new(File.read(template), trim_mode: "-").result(Context.new(JSON.parse(properties)).bind)
 """
-"""A ruby program that renders templates. It has as much of bosh-template as the templates use: ``p`` and ``if_p``."""
+"""A ruby program that renders templates. Of bosh-template, it has only ``p`` and ``if_p``, because the templates use
+nothing else.
+"""
 BARE: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
 
 
@@ -143,8 +145,9 @@ def test_released_cpi_answers_info_in_an_empty_environment(installed: Installed)
 def test_cpi_job_properties_reach_the_cpi(installed: Installed) -> None:
     """Properties of the job appear in the CPI's configuration.
 
-    If no bus is configured for the CPI, the CPI uses the deployment's bus. The local blobstore, which bosh-deployment
-    sets for every CPI, is passed on to agents, because an agent of create-env installs what the CLI has uploaded there.
+    Without a configured bus, the CPI uses the deployment's bus. The local blobstore, which bosh-deployment sets for
+    every CPI, is passed on to agents, because an agent of create-env installs the blobs that the CLI has uploaded
+    there.
     """
     file = installed.jobs / "kubernetes_cpi/config/cpi.json"
     installed.render(

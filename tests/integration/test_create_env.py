@@ -1,6 +1,6 @@
 """``bosh create-env`` and ``delete-env`` with a real agent. A client sends the same requests as the bosh CLI.
 
-The requests have the same order as in the CLI (``deployment/vm/vm.go``, ``deployment/instance/instance.go``).
+The order of the requests comes from the CLI (``deployment/vm/vm.go``, ``deployment/instance/instance.go``).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def sha1(content: bytes) -> str:
 
 
 def spec(packages: Mapping[str, Any], jobs: Mapping[str, str], rendered: Mapping[str, str]) -> dict[str, Any]:
-    """Return the spec that the CLI's ``agentclient/applyspec`` would create."""
+    """Return the spec that the CLI creates in ``agentclient/applyspec``."""
     return {
         "deployment": "bosh",
         "name": "bosh",
@@ -171,7 +171,7 @@ async def deploy(machine: CreateEnvVm) -> None:
 async def test_create_env_and_delete_env_work_end_to_end(machine: CreateEnvVm) -> None:
     """Every request is answered and has its effect.
 
-    The initial ``apply``, which names no archive and no blob, removes all jobs. Jobs and blobs survive a restart of the
+    The first ``apply`` names no archive and no blob, and removes all jobs. Jobs and blobs survive a restart of the
     agent.
     """
     cli, pidfile = machine.cli, machine.paths.run / "sleeper/sleeper.pid"
@@ -214,9 +214,9 @@ async def test_create_env_and_delete_env_work_end_to_end(machine: CreateEnvVm) -
 
 @pytest.mark.attack("a reader finds secrets in the log")
 async def test_create_env_passwords_are_not_logged(machine: CreateEnvVm) -> None:
-    """The log contains neither the password of the bus address nor passwords that callers send.
+    """The log contains neither the password in the bus address nor the passwords that callers send.
 
-    The agent refuses to switch from its HTTPS endpoint to a NATS bus.
+    A request to switch from the HTTPS endpoint to a NATS bus is rejected.
     """
     await machine.start()
     reply = await machine.cli.call("update_settings", {"mbus": {"urls": ["nats://127.0.0.1:4222"]}})

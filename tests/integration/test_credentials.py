@@ -1,4 +1,4 @@
-"""Bus credentials that change while the agent runs, through a mounted Secret and through the Director."""
+"""Bus credentials that are replaced while the agent runs, by a new version of a mounted Secret or by the Director."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ async def _written(instance: RunningAgent) -> None:
 
 
 class Secret:
-    """The agent's settings, mounted the way the kubelet mounts a Secret: each version is in a new directory, to which a
-    link points.
+    """The agent's settings, mounted in the way in which the kubelet mounts a Secret. Each version is in a new
+    directory, and a link points to the latest one.
     """
 
     def __init__(self, instance: RunningAgent) -> None:
@@ -53,7 +53,9 @@ class Secret:
 
 
 def cert(instance: RunningAgent, *, age: float, bootstrap: bool = False, name: str = "") -> dict[str, str]:
-    """Return credentials that became valid ``age`` seconds ago, for one of the agent's two users or for ``name``."""
+    """Return credentials that became valid ``age`` seconds ago. They are for ``name`` or, without it, for one of the
+    agent's two bus users.
+    """
     authority = instance.server.authority
     pair = authority.client(name or agent_name(AGENT, bootstrap=bootstrap), valid=(-age, 365 * 24 * HOUR))
     return {"ca": authority.ca, "certificate": pair.certificate, "private_key": pair.private_key}
@@ -95,7 +97,7 @@ async def test_bus_reconnects_after_a_secret_rotation_but_not_after_other_change
 
 
 async def test_secret_replaces_the_directors_credentials_only_if_it_is_newer(instance: RunningAgent) -> None:
-    """The credentials in use are kept over a restart."""
+    """The agent keeps using the same credentials after a restart."""
     secret = Secret(instance)
     await instance.start_agent()
     await rotated(instance, cert(instance, age=30 * MINUTE))
@@ -157,8 +159,8 @@ async def test_expiring_bus_certificate_is_reported(instance: RunningAgent) -> N
 
 @pytest.mark.attack("a request contains certificates or keys that the agent cannot use")
 async def test_invalid_certificate_from_the_director_is_rejected(instance: RunningAgent) -> None:
-    """The agent keeps its old credentials and returns an error. Otherwise the Director would assume that the new ones
-    are in use.
+    """The agent keeps its old credentials and returns an error. Without the error, the Director would assume that the
+    agent uses the new ones.
     """
     await instance.start_agent()
 

@@ -1,4 +1,4 @@
-"""The start and stop programs of services, and the part of their output that is stored."""
+"""Start and stop programs of services, and the output of these programs that the agent stores."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_start_program_output_is_kept_and_its_last_line_reported(tmp_path:
 
 
 async def test_program_runs_without_an_output_directory(tmp_path: Path) -> None:
-    """The output goes to /dev/null instead.
+    """If the output directory cannot be used, the output goes to /dev/null.
 
     If a program cannot run, the error says whether the program itself or its interpreter is missing.
     """
@@ -74,8 +74,8 @@ async def test_program_runs_without_an_output_directory(tmp_path: Path) -> None:
 
 
 async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) -> None:
-    """A script of stackdriver-nozzle in gcp-tools-release runs a recursive chown on its working directory, which
-    therefore must not be ``/``.
+    """The working directory of scripts must not be ``/``, because a script of stackdriver-nozzle in gcp-tools-release
+    runs a recursive chown on it.
     """
     nowhere = tmp_path / "empty"
     nowhere.mkdir()
@@ -116,7 +116,7 @@ async def test_growing_program_output_is_truncated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["first\nlast\n", ""])
 def test_space_allocated_beyond_the_end_of_output_is_freed(tmp_path: Path, text: str) -> None:
-    """Otherwise a job could use up disk space in a directory of root, without the file appearing large."""
+    """A job could otherwise use up disk space in a directory that belongs to root, without the file appearing large."""
     path, programs = output_of_web(tmp_path)
     path.write_text(text)
     subprocess.run(["fallocate", "--keep-size", "--length", "8M", path], check=True)
@@ -151,7 +151,7 @@ async def test_failure_reason_skips_shell_trace_lines(tmp_path: Path, printed: s
 
 @pytest.mark.parametrize("shell", ["/bin/sh", "/bin/bash"])
 async def test_ulimit_that_a_script_could_not_set_is_reported(tmp_path: Path, shell: str) -> None:
-    """The script itself continues with the lower limit, so the problem would otherwise stay hidden."""
+    """The script itself continues with the lower limit, so nobody would notice the problem without a report."""
     programs = Programs(Paths(tmp_path))
     script = "ulimit -n 64; ulimit -n 100000; echo on"
     user = "nobody" if os.geteuid() == 0 else None

@@ -1,4 +1,4 @@
-"""The agent as a process: start, signals, exit codes, a second agent, settings that arrive late, and shutdown."""
+"""The agent as a process: its start, signals, exit codes and shutdown, late settings, and a second agent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.world import world as contract_world
 
 
 def readiness(address: str, level: str) -> tuple[int, str]:
-    """Return status and body of a readiness probe at this level."""
+    """Return the status and body of the answer to a readiness probe at this level."""
     return page(f"http://{address}/readyz?level={level}", timeout=20)
 
 
@@ -106,7 +106,9 @@ async def test_liveness_probe_passes_for_a_stopped_agent_and_fails_for_a_dead_on
 async def test_exit_codes_distinguish_reasons_why_a_command_or_agent_cannot_run(
     instance: RunningAgent,
 ) -> None:
-    """69: no agent is running. 78: agent.json is invalid. 3: another agent is already running, and continues to run."""
+    """The exit code is 69 if no agent is running, 78 if agent.json is invalid, and 3 if another agent is running. That
+    agent keeps running.
+    """
     status, output = await instance.execute("status")
     assert status == 69
     assert "cannot ask the agent at" in output
@@ -157,7 +159,7 @@ async def test_s7_heartbeat_is_sent_at_start_and_after_a_reconnect(instance: Run
         health = instance.base / "instance/health.json"
 
         async def beat() -> int:
-            """Return the inode of the health file after another heartbeat."""
+            """Restart the bus and wait for another heartbeat. Return the inode of the health file."""
             seen = len(monitor.of("heartbeat", AGENT))
             await instance.server.kill()
             await instance.server.start()
@@ -237,8 +239,8 @@ async def test_agent_exits_with_1_after_an_unclean_stop(instance: RunningAgent) 
 async def test_agent_connects_once_the_bus_admits_it(instance: RunningAgent) -> None:
     """Until the bus admits the agent, the readiness probe passes only at level ``boot``.
 
-    A CPI's create_vm waits until the agent has booted, and only after create_vm has returned does the Director admit
-    the agent to the bus.
+    A CPI's create_vm waits for this level, because the Director admits the agent to the bus only after create_vm has
+    returned.
     """
     port = instance.http = free_address()
     await instance.server.remove_agent(AGENT)
@@ -289,7 +291,7 @@ async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_file
 
 
 async def test_bosh_agent_accepts_the_flags_that_cpis_pass(instance: RunningAgent) -> None:
-    """The agent started in this way then answers ``agent-shim call``, which sends requests as a Director does."""
+    """An agent started with these flags answers ``agent-shim call``, which sends requests as a Director does."""
     instance.command = COMMAND.replace(
         "-m agent_shim.cli run -C {config}",
         "-c 'import sys; from agent_shim.cli.commands import bosh_agent; sys.exit(bosh_agent(sys.argv[1:]))'"

@@ -1,4 +1,4 @@
-"""The demo as a user runs it: what it starts, how it ends, and what it reports if it fails."""
+"""The demo as a user runs it: what it starts, how it can be stopped, and what it reports when it fails."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_closing_the_terminal_ends_all_processes_of_the_demo(short: Path, words:
 def test_failed_demo_names_its_step_and_the_log(
     short: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All processes end, but the directory is kept for inspection."""
+    """All processes exit, but the directory is kept for inspection."""
 
     run = Director.run
 

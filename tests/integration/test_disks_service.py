@@ -45,7 +45,7 @@ def mounted(instance: InstanceWithVolumes) -> list[mounts.Mount]:
 async def test_restored_mount_clears_the_error_of_the_failed_attempt(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the disk disappears later, the reported problem must not be the error of the earlier attempt."""
+    """If the disk disappears later, the reported problem must not be the error of the earlier attempt."""
     await instance.mount("a")
 
     def refused(*_: object, **__: object) -> None:
@@ -86,8 +86,8 @@ async def test_volume_mounted_on_the_store_by_the_platform_is_treated_as_a_disk(
     """A volume that the platform mounted at the store is treated as the instance's disk, although the Director does not
     know it.
 
-    Exceptions are a volume whose marker says that its disk was unmounted, and the volume of a known disk that the
-    Director has not yet had mounted.
+    There are two exceptions: a volume whose marker says that its disk was unmounted, and the volume of a known disk for
+    which the Director has not yet sent a mount request.
     """
     store = instance.paths.store
     instance.attach("z")
@@ -129,8 +129,8 @@ async def test_disk_stays_mounted_after_a_restart_unless_it_belongs_to_another_i
 async def test_first_disk_is_mounted_at_the_store_and_later_ones_at_the_migration_target(
     instance: InstanceWithVolumes,
 ) -> None:
-    """A third disk replaces the second one, as happens when a failed resize is retried without an unmount in
-    between.
+    """A third disk replaces the second one. This happens when a failed resize is retried without unmounting the disk of
+    the first attempt.
     """
     instance.attach("a")
     assert (await instance.disks.list(), instance.disks.is_mounted) == ([], False)
@@ -344,7 +344,7 @@ async def test_full_disk_can_be_mounted_and_unmounted_without_a_marker(
 @each_way
 async def test_read_only_disk_can_be_unmounted(instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch) -> None:
     """The marker cannot be removed from the read-only disk, so it still assigns the disk to the store. A record on the
-    root file system overrides it, even after a restart of the agent.
+    root file system overrides the marker, even after a restart of the agent.
     """
     await instance.mount("a")
 
@@ -371,8 +371,8 @@ async def test_read_only_disk_can_be_unmounted(instance: InstanceWithVolumes, mo
 async def test_mount_needs_a_marker_or_a_record_and_is_undone_without_either(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If neither the disk nor the root file system can be written, the mount is undone, because the next agent would
-    not know that the disk is mounted.
+    """If neither the disk nor the root file system is writable, the mount is undone, because the next agent would not
+    know that the disk is mounted.
 
     If only the root file system is full, the marker is enough.
     """
@@ -416,8 +416,8 @@ async def test_mount_that_silently_fails_is_reported(
 async def test_unmount_that_fails_and_cannot_be_recorded_is_reported(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The unmount fails, and neither the volume nor the root file system can store that the disk was to be
-    unmounted.
+    """The unmount fails. The request to unmount the disk cannot be recorded either, on the volume or on the root file
+    system.
     """
     instance.attach("a")
     real = files.write_atomic
@@ -445,8 +445,8 @@ async def test_unmount_that_fails_and_cannot_be_recorded_is_reported(
 async def test_failed_unmount_is_recorded_on_the_root_file_system(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The marker on the volume cannot be written, so a record on the root file system says that the disk was to be
-    unmounted. The next agent reads it too.
+    """The marker on the volume cannot be written, so a record on the root file system says that the disk should have
+    been unmounted. The next agent reads this record.
     """
     instance.attach("a")
 
@@ -588,7 +588,9 @@ async def test_disk_is_synced_before_it_is_unmounted(
 async def test_disk_at_the_migration_target_is_unmounted(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk at the store stays mounted, and processes that use it do not delay the unmount."""
+    """The disk at the store stays mounted. Processes that use it do not delay the unmount of the disk at the migration
+    target.
+    """
     await instance.mount("a", "b")
     looked_at: list[set[Path]] = []
 
@@ -657,8 +659,8 @@ async def test_unmount_waits_for_processes_to_release_the_disk(instance: Instanc
 
 @each_way
 async def test_unmount_ends_processes_of_jobs(instance: InstanceWithVolumes) -> None:
-    """Processes of a job that still use the disk are killed, and the disk is checked again even if the time limit has
-    passed.
+    """Processes of a job that still use the disk are killed. After that, the disk is checked again, even if the time
+    limit has passed.
     """
     await instance.mount("a")
     instance.write("file", "x")
@@ -672,8 +674,8 @@ async def test_unmount_ends_processes_of_jobs(instance: InstanceWithVolumes) -> 
 
 @each_way
 async def test_unmount_ends_processes_of_a_job_in_parallel(instance: InstanceWithVolumes) -> None:
-    """All processes get SIGTERM before the first grace period ends. If they were ended one after the other, the request
-    would take minutes.
+    """All processes get SIGTERM before the first grace period is over. If they were terminated one after the other, the
+    request would take minutes.
     """
     instance.timeouts = msgspec.structs.replace(instance.timeouts, grace=60.0)
     instance.start_agent()
@@ -758,7 +760,7 @@ async def test_missing_disk_is_reported_as_a_problem(instance: InstanceWithVolum
 
 @each_way
 async def test_disk_of_another_instance_is_mounted_only_by_the_director(instance: InstanceWithVolumes) -> None:
-    """A restarted agent leaves a disk unmounted that is marked with another instance id. ``mount_disk`` still mounts
+    """A disk whose marker names another instance stays unmounted when the agent restarts. ``mount_disk`` still mounts
     it, because a new VM gets this request before it learns its own instance id.
     """
     await instance.mount("a")
@@ -809,7 +811,7 @@ async def test_disk_of_an_older_agent_is_adopted(instance: InstanceWithVolumes) 
 @each_way
 async def test_resize_begun_by_an_older_agent_is_adopted(instance: InstanceWithVolumes) -> None:
     """An agent without markers records the new disk as the managed disk before it copies anything
-    (platform/linux_platform.go). The migration can nevertheless be completed.
+    (platform/linux_platform.go). The migration that it began can still be completed.
     """
     instance.attach("a")
     instance.attach("b")
@@ -825,8 +827,10 @@ async def test_resize_begun_by_an_older_agent_is_adopted(instance: InstanceWithV
 
 @each_way
 async def test_unmarked_disk_with_files_is_mounted_at_the_store(instance: InstanceWithVolumes) -> None:
-    """An agent that writes no markers used the disk, and its container was then recreated to attach a second, empty
-    disk. The disk with files must therefore be the earlier one, although the Director asks for the empty one.
+    """An agent that writes no markers used the disk with files. Its container was then recreated to attach a second
+    disk, which is empty.
+
+    The disk with files must therefore be the earlier one, although the Director asks for the empty one.
     """
     (instance.attach("a") / "data").write_text("precious")
     (instance.attach("b") / "lost+found").mkdir()
@@ -863,7 +867,7 @@ async def test_unmarked_disk_is_not_mounted_if_it_may_not_be_the_earlier_store_d
 
 
 async def resizing(instance: InstanceWithVolumes) -> dict[str, object]:
-    """Mount two disks for a migration, of which only the first has files.
+    """Mount two disks for a migration. Only the first contains files.
 
     Return the content that the second disk must have after the migration.
     """
@@ -879,7 +883,7 @@ async def resizing(instance: InstanceWithVolumes) -> dict[str, object]:
 @pytest.mark.parametrize("cids", [("a", "b"), ()])
 @each_way
 async def test_migration_copies_all_files_once(instance: InstanceWithVolumes, cids: tuple[str, ...]) -> None:
-    """The request may or may not name the disks.
+    """The request may name the disks or leave them out.
 
     Repeating the request changes nothing. A request for other disks is rejected. A second migration may follow.
     """
@@ -1132,7 +1136,7 @@ async def test_migration_killed_at_any_step_is_completed(
 @pytest.mark.parametrize("step", range(MORE_THAN_ALL))
 @each_way
 async def test_reverse_migration_killed_at_any_step_is_completed(instance: InstanceWithVolumes, step: int) -> None:
-    """The files move back to the old disk, so each disk is at some time marked as a copy of the other."""
+    """The files are moved back to the old disk, so each disk has at some time been marked as a copy of the other."""
     await resizing(instance)
     await instance.disks.migrate("a", "b")
     instance.write("newer", "than the copy was")

@@ -1,4 +1,4 @@
-"""``agent-shim doctor``, run on the machine that runs the tests."""
+"""Runs ``agent-shim doctor`` on this machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def settled(base: Path, url: str, certificate: str, ca: str = "x", private_key: 
 
 
 def test_doctor_checks_everything_and_leaves_no_files(tmp_path: Path) -> None:
-    """The exit code says whether anything is wrong. Checks that cannot be made here are reported as such."""
+    """The exit code says whether anything is wrong. Checks that are impossible on this machine are reported as such."""
     (tmp_path / "data").mkdir()
     before = sorted(tmp_path.rglob("*"))
 

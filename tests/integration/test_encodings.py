@@ -78,7 +78,7 @@ def commands(place: StandaloneTree) -> list[tuple[int, tuple[str, ...]]]:
 
 
 def run(words: tuple[str, ...], locale: Mapping[str, str], *, on_pty: bool = False) -> tuple[int | None, bytes]:
-    """Run a command. Return its exit code (None on a terminal) and its output on both streams."""
+    """Run a command. Return its exit code (None on a terminal) and its combined output."""
     argv = [sys.executable, "-c", MAIN.format(words[0]), *words[1:]]
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path), **locale}
     if on_pty:
@@ -88,7 +88,7 @@ def run(words: tuple[str, ...], locale: Mapping[str, str], *, on_pty: bool = Fal
 
 
 async def test_commands_escape_characters_that_the_locale_cannot_encode(place: StandaloneTree) -> None:
-    """The command succeeds or fails as with UTF-8, and prints no encoding error."""
+    """The command succeeds or fails in the same way as with UTF-8, and prints no encoding error."""
     status = ("agent-shim", "status", "-b", str(place.paths.base))
     await until(lambda: b"start program exited" in run(status, LATIN)[1])
 

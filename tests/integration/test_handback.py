@@ -1,5 +1,5 @@
-"""Handing an instance back to the Go agent and monit without disturbing its processes: which files stay, change or are
-removed.
+"""Handing an instance back to the Go agent and monit: its processes keep running, and the right files stay, change or
+are removed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tests.support.instance import AGENT, RunningAgent
 
 
 async def test_handback_keeps_jobs_running_and_writes_their_monit_files(instance: RunningAgent) -> None:
-    """Only this agent's own state is removed, and the Go agent's state stays as it is.
+    """Only this agent's own state is removed. The state of the Go agent stays as it is.
 
-    If this agent is started again, it adopts the running jobs, as it does when it replaces the Go agent, and starts
-    none of them twice.
+    If this agent is started again, it adopts the running jobs, as it does when it replaces the Go agent. No job is
+    started twice.
     """
     before = await instance.deploy(2, 1)
     for _ in range(2):
@@ -71,8 +71,8 @@ async def test_handback_writes_no_monit_files_for_stopped_jobs(instance: Running
 
 @pytest.mark.slow
 async def test_handback_reports_processes_that_monit_would_start(instance: RunningAgent) -> None:
-    """The report names processes that have died, and processes that monit would consider dead. While the agent runs, a
-    handback is refused.
+    """The report names processes that have died, and processes that monit would consider dead. A handback is refused
+    while the agent runs.
     """
     before = await instance.deploy(3)
     status, output = await instance.execute("handback")

@@ -66,7 +66,7 @@ LENGTHS = {
 @pytest.mark.attack("a neighbour sends requests that are malformed or never end to an open port")
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
 async def test_http_body_too_large_is_rejected_by_its_headers(where: Where, length: bytes) -> None:
-    """A Content-Length above the limit is rejected in any notation. The server does not wait for the body."""
+    """The server rejects a Content-Length above the limit, whatever its notation, without waiting for the body."""
     answer = await ask(where, b"POST / HTTP/1.1\r\nContent-Length: " + length + b"\r\n\r\n")
 
     assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
@@ -86,8 +86,8 @@ BEGINNINGS = {
 @pytest.mark.attack("a neighbour sends requests that are malformed or never end to an open port")
 @pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS)
 async def test_endless_http_request_is_cut_off_without_using_memory(where: Where, beginning: bytes) -> None:
-    """The client begins a request and then sends fifty megabytes. The server closes the connection, and its memory does
-    not grow by a similar amount.
+    """The client begins a request and then sends fifty megabytes. The server closes the connection, and its memory
+    grows by much less than that.
     """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     _, writer = await asyncio.open_connection(*where)

@@ -1,4 +1,4 @@
-"""The HTTPS endpoint when clients are slow, numerous, disconnected or hostile, and when its certificate changes."""
+"""The HTTPS endpoint with slow, numerous, disconnected or hostile clients, and when its certificate is replaced."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def test_interrupted_https_upload_leaves_no_file(bus: HttpsBus, tmp_path: 
 
 
 async def test_https_drain_waits_until_answers_are_sent(agent: PingAgent, tmp_path: Path) -> None:
-    """If no request is in progress, ``drain`` returns immediately."""
+    """``drain`` waits until the answers to requests in progress have been sent. Without any, it returns immediately."""
     async with AsyncExitStack() as stack:
         async with on_https(agent.handle, tmp_path) as bus:
             await bus.drain(60)
@@ -195,7 +195,7 @@ async def test_https_client_that_reads_nothing_is_disconnected(hasty: HttpsBus, 
 
 
 async def test_finished_https_connections_leave_no_objects_in_memory(bus: HttpsBus) -> None:
-    """Objects would accumulate, because the CLI polls every second, each time on a new connection."""
+    """The CLI polls every second, each time on a new connection, so remaining objects would accumulate."""
     for _ in range(30):
         assert await AgentClient(bus.port).value("ping") == "ping"
 
@@ -207,7 +207,7 @@ async def test_finished_https_connections_leave_no_objects_in_memory(bus: HttpsB
 
 
 async def test_https_bodies_of_maximum_size_are_accepted(hasty: HttpsBus, tmp_path: Path) -> None:
-    """The limit is the same for bodies with a declared length and for chunked bodies."""
+    """The limit is the same for chunked bodies and for bodies with a declared length."""
     cli, body = AgentClient(hasty.port), request("ping").partition(b"\r\n\r\n")[2].ljust(1000)
 
     assert (await cli.send("POST", "/agent", body)).status == 200
@@ -261,7 +261,7 @@ async def test_https_requests_beyond_64_mib_in_total_get_503(agent: PingAgent, t
     """Without this limit, a client with the password could occupy two gigabytes by sending a body of 16 MiB on each
     connection.
 
-    Once those connections have ended, requests are answered again.
+    Once the connections with these bodies are closed, requests are answered again.
     """
     async with on_https(agent.handle, tmp_path, requests=3000) as bus, AsyncExitStack() as stack:
         cli = AgentClient(bus.port)
@@ -394,7 +394,7 @@ async def test_https_server_full_of_authenticated_callers_accepts_no_more_connec
 async def test_https_blob_transfers_are_counted(
     hasty: HttpsBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``/metrics`` distinguishes complete transfers from those that failed or were interrupted."""
+    """``/metrics`` counts complete transfers separately from those that failed or were interrupted."""
     transfers = workers.Transfers()
     monkeypatch.setattr(https, "transfers", transfers)
     cli = AgentClient(hasty.port)
@@ -612,7 +612,7 @@ async def test_https_listen_error_names_the_address_without_its_password(
 async def test_endless_unauthenticated_https_request_is_not_kept_in_memory(
     bus: HttpsBus, begin: bytes, again: bytes
 ) -> None:
-    """The client sends without reading answers. The server closes the connection or stops reading from it."""
+    """The client sends data without reading any answers. The server closes the connection or stops reading from it."""
     taken, most = 0, 32_000_000
     async with AgentClient(bus.port).connected() as (_, writer):
         writer.write(begin)
@@ -634,7 +634,7 @@ async def test_endless_unauthenticated_https_request_is_not_kept_in_memory(
 @pytest.mark.attack("a neighbour overloads the create-env endpoint with slow, endless or many requests")
 @pytest.mark.parametrize(("begin", "again"), [(b"GET /agent HTTP/1.1\r\nX: ", b"a"), (b"", b"\r\n")])
 async def test_slow_unauthenticated_https_client_is_disconnected(hasty: HttpsBus, begin: bytes, again: bytes) -> None:
-    """The client keeps sending single bytes, but the headers must be complete within the time limit."""
+    """The client keeps sending single bytes, but the complete headers must arrive within the time limit."""
     async with AgentClient(hasty.port).connected() as (reader, writer):
         ended = asyncio.create_task(until_closed(reader))
         writer.write(begin)

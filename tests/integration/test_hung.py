@@ -1,4 +1,6 @@
-"""If a test hangs, only that test fails. Its report shows where it waits, and its programs are killed."""
+"""When a test hangs, only that test fails. Its report shows where it was waiting, and the programs that it started are
+killed.
+"""
 
 from __future__ import annotations
 

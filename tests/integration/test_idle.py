@@ -1,5 +1,5 @@
-"""A real, idle agent with five jobs: its imported modules, its memory relative to a bare interpreter, and the wake-ups
-of its event loop.
+"""A real, idle agent with five jobs: which modules it imports, how much memory it uses compared with a bare
+interpreter, and how often its event loop wakes up.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ threading.Thread(target=tell, daemon=True).start()
 from agent_shim.cli.main import main
 sys.exit(main(argv))
 """
-"""Runs the daemon, with a thread that reports wake-ups and modules whenever the test reads the pipe."""
+"""A program that runs the daemon with a thread that reports wake-ups and modules whenever the test reads from the pipe.
+"""
 
 
 async def test_idle_agent_wakes_rarely_and_imports_few_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +142,6 @@ async def test_idle_agent_wakes_rarely_and_imports_few_modules(tmp_path: Path, m
 
 
 def _own(pid: int) -> int:
-    """Return the process's memory in kB, without pages of files, which it shares with other interpreters."""
+    """Return the process's anonymous memory in kB. Pages of files, which other interpreters share, are left out."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:"))

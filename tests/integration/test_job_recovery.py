@@ -58,7 +58,7 @@ async def deploy(
 
 
 async def end_container(instance: RunningAgent) -> None:
-    """Kill the agent and all jobs, as the end of a container does."""
+    """Kill the agent and all jobs, as happens when a container exits."""
     await instance.kill_agent()
     for pid in instance.pids().values():
         if found := process.adopt(pid):
@@ -115,8 +115,8 @@ async def status(instance: RunningAgent) -> dict[str, Any]:
 
 
 async def test_started_jobs_run_again_in_a_new_container_after_pre_start(instance: RunningAgent) -> None:
-    """The agent also restores links, files and run directories, and reports the same state to the Director as
-    before.
+    """The agent also restores links, files and run directories. It reports the same state to the Director as in the
+    previous container.
     """
     await instance.start_agent()
     files_of = {"job-web": job(instance, "job-web", "sleep 0.2"), "job-worker": job(instance, "job-worker", "true")}
@@ -407,8 +407,9 @@ async def test_agent_that_lost_its_volume_ends_its_jobs_and_disconnects(instance
 
 
 def with_more(document: Any) -> Any:
-    """Return the document with an additional member in every object, as a later version might add without changing the
-    schema number.
+    """Return a copy of the document in which every object has an additional member.
+
+    A later version might add such members without changing the schema number.
     """
     if isinstance(document, dict):
         return {name: with_more(member) for name, member in document.items()} | {"of_a_later_version": [1, {"a": None}]}
@@ -416,7 +417,7 @@ def with_more(document: Any) -> Any:
 
 
 async def test_other_agent_version_adopts_all_processes(instance: RunningAgent) -> None:
-    """Members of the state files that this version does not know are ignored."""
+    """The state files were written by another version. Members that this version does not know are ignored."""
     await instance.start_agent()
     await deploy(instance, {"web": job(instance, "web"), "db": job(instance, "db")})
     before = instance.pids()

@@ -1,5 +1,5 @@
-"""Keepers with real processes: a keeper starts a program, ends all of its descendants, and accepts a connection from
-the next agent.
+"""Keepers with real processes. A keeper starts a program, kills all of its descendants on request, and accepts a
+connection from the next agent.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ belongs to the program. Leak detection is off, because it would need ptrace.
 
 @pytest.fixture(scope="session")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a keeper with sanitizers. If it has undefined behaviour or accesses invalid memory, it writes a report into
-    its directory.
+    """Build a keeper with sanitizers, and return its path. The keeper reports undefined behaviour and invalid memory
+    accesses in files next to it.
     """
     directory = tmp_path_factory.mktemp("sanitized")
     (directory / "options.c").write_text(OPTIONS.replace("%s", str(directory / "finding")))
@@ -61,7 +61,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["plain", "sanitized"], autouse=True)
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run each test with the normal keeper and again with the keeper that has sanitizers. Fail if there is a report."""
+    """Run each test with the normal and with the sanitized keeper. Fail if a sanitizer has written a report."""
     if request.param == "plain":
         yield
         return
@@ -99,9 +99,7 @@ async def end(kept: Keeper) -> None:
 
 
 async def test_hidden_daemon_is_ended_with_its_keeper(sockets: Path) -> None:
-    """The daemon has its own session and no environment. Its parent has died, so that it has become a child of the
-    keeper.
-    """
+    """The daemon has its own session and no environment. When its parent exited, it became a child of the keeper."""
     kept = await keeper.start(sockets, "hidden", shell(HIDDEN))
     assert (await kept.wait()).status == 0
     (daemon,) = await until_below(kept, 1)
@@ -224,8 +222,8 @@ async def test_failed_keeper_start_names_the_step(sockets: Path, program: Progra
 
 
 async def test_keeper_starts_a_program_with_the_requested_context(sockets: Path, tmp_path: Path) -> None:
-    """Arguments, environment, directory, descriptors, signals, limits and session are as requested, and nothing else is
-    inherited from the keeper.
+    """The program gets the requested arguments, environment, working directory, descriptors, signal handling, limits
+    and session. It inherits nothing else from the keeper.
     """
     shown = tmp_path / "shown"
     script = (
@@ -250,7 +248,7 @@ async def test_keeper_starts_a_program_with_the_requested_context(sockets: Path,
 async def test_keeper_can_be_ended_when_no_thread_can_be_started(
     sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Jobs may have used up the container's process limit, and a stop must still work."""
+    """A stop must work even if jobs have used up the container's process limit."""
     asyncio.get_running_loop().set_default_executor(blocking.pool(2))
     kept = await keeper.start(sockets, "storm", shell("exec sleep 1000"))
 
@@ -274,7 +272,7 @@ async def test_keeper_label_may_contain_any_bytes(sockets: Path) -> None:
 
 
 async def test_failed_keeper_leaves_no_socket(sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next agent would mistake a remaining socket for that of a killed keeper."""
+    """The next agent would take a remaining socket for that of a killed keeper."""
     failing = tmp_path / "keeper"
     failing.write_text("#!/bin/sh\nexit 24\n")
     failing.chmod(0o755)
@@ -287,7 +285,7 @@ async def test_failed_keeper_leaves_no_socket(sockets: Path, tmp_path: Path, mon
 
 
 async def test_keeper_start_without_free_descriptors_leaves_no_socket(sockets: Path) -> None:
-    """The start is tried with zero, one, two and more free descriptors, so it fails at every step."""
+    """The start is tried with zero, one, two and more free descriptors, so that it fails once at every step."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, hard))
@@ -324,7 +322,9 @@ async def test_keeper_is_released_even_if_abandoning_it_is_cancelled(sockets: Pa
 
 
 async def test_kill_succeeds_if_the_keeper_is_released_before_it_answers(sockets: Path) -> None:
-    """The last descendant may exit while the request is under way. The supervisor then releases the keeper."""
+    """The last descendant may exit while the kill request is in progress. The supervisor then releases the keeper
+    before it answers.
+    """
     kept = await keeper.start(sockets, "gone", shell("exec sleep 1000"))
     kept.on_change = lambda: kept.release() if kept.state.is_childless else None
     os.kill(kept.state.program, signal.SIGKILL)
@@ -375,7 +375,7 @@ async def test_keeper_with_children_ignores_signals(sockets: Path, sig: signal.S
 
 
 async def test_keeper_without_children_exits_at_sigterm(sockets: Path) -> None:
-    """SIGTERM then means that the machine is shutting down, so no agent will connect again."""
+    """A keeper gets SIGTERM when the machine shuts down, so no further agent will connect to it."""
     kept = await keeper.start(sockets, "shutdown", shell("exit 0"))
     assert await kept.is_childless_within(60)
     os.kill(kept.pid, signal.SIGTERM)
@@ -386,7 +386,7 @@ async def test_keeper_without_children_exits_at_sigterm(sockets: Path) -> None:
 
 
 async def test_keeper_can_be_released_without_reading_its_answers(sockets: Path) -> None:
-    """Unread answers must not keep it from processing the release, or it would never exit."""
+    """Answers that nobody reads must not keep the keeper from processing the release, or it would never exit."""
     kept = await keeper.start(sockets, "unread", shell("exit 0"))
     pid = kept.pid
     kept.close()

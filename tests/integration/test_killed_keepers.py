@@ -1,5 +1,5 @@
-"""Keepers that root or the agent's user has killed. A service must not be reported as stopped while its processes may
-still be running.
+"""Keepers that were killed by root or by the agent's user. A service must not be reported as stopped while its
+processes may still be running.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ async def test_killed_keeper_of_a_service_without_other_processes_does_not_fail_
 
 
 async def test_agent_reconnects_to_a_keeper_after_another_client_has_replaced_it(world: JobTree) -> None:
-    """A keeper serves only its latest client, and any process of root can connect to its socket. The agent must then
-    connect again.
+    """A keeper serves only the client that connected last, and any process of root can connect to its socket. If one
+    does, the agent must connect again.
     """
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
@@ -186,7 +186,7 @@ async def test_stop_fails_while_a_process_of_a_keeper_killed_during_the_start_re
 async def test_stop_fails_while_a_keeper_start_hangs_and_the_start_is_not_retried(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the file server with the program does not respond, the program may still start once the server is back."""
+    """If the file server with the keeper program does not respond, the keeper may still start once it is back."""
     hanging = world.base / "keeper"
     hanging.write_text(f"#!/bin/sh\necho $$ >>{world.log}\nexec sleep 600\n")
     hanging.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Imports that cost much memory or time are delayed until they are needed."""
+"""Modules that take much memory or time to import are imported only when they are needed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ print(before, library.white(), "colorsys" in sys.modules)
     ids=["after the import", "by the import"],
 )
 def test_lazily_imported_module_is_imported_when_it_is_used(tmp_path: Path, text: str) -> None:
-    """A newer version of the importing library may use the module during its own import, which must work too."""
+    """A newer version of the importing library may use the module during its own import. This must work as well."""
     script = _STAND_IN.format(base=tmp_path, text=text)
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
 

@@ -33,8 +33,8 @@ def test_log_line_is_written_once_under_svlogd(tmp_path: Path, holder: str) -> N
 
 @pytest.mark.parametrize("end", ["return", "raise ValueError", "sys.exit(3)"])
 def test_last_request_is_logged_however_the_process_ends(tmp_path: Path, end: str) -> None:
-    """Log lines are normally written in the next iteration of the event loop. In these cases, there is no next
-    iteration.
+    """Log lines are normally written in the next iteration of the event loop. When the process exits in these ways,
+    there is no next iteration.
     """
     code = (
         "import asyncio, logging, sys; from pathlib import Path; from agent_shim.core import log\n"

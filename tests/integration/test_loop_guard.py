@@ -90,7 +90,9 @@ async def test_loop_guard_ignores_a_busy_machine(guard: Path) -> None:
 
 
 async def test_loop_guard_does_not_add_program_start_time_to_a_wait_for_the_gil(guard: Path) -> None:
-    """The guard ignores the time in which a program starts, and must not add it to a wait for the GIL that follows."""
+    """The guard does not count the time in which a program starts. It must not count this time as part of a following
+    wait for the GIL either.
+    """
 
     def start_and_wait() -> None:
         with loop_guard.spawning():

@@ -14,8 +14,8 @@ from agent_shim.supervisor.monit.control_file import Control
 
 
 async def test_mail_to_a_server_with_an_endless_greeting_is_abandoned() -> None:
-    """Each byte of the greeting arrives before the timeout of a single read, so the whole dialogue needs a time limit
-    too.
+    """Each byte of the greeting arrives before the timeout of a single read, so the whole SMTP dialogue needs a time
+    limit as well.
     """
 
     enough, ended = asyncio.Event(), asyncio.Event()

@@ -1,5 +1,5 @@
-"""The HTTP server for metrics and probes over real sockets, when clients behave normally, are slow, faulty or
-numerous.
+"""The HTTP server for metrics and probes over real sockets, with clients that behave normally and clients that are
+slow, faulty or numerous.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Where = tuple[str, int]
 
 
 class Readiness:
-    """The answers to readiness probes, set by the tests."""
+    """Stand-in for the agent's readiness, with the answers that a test has set."""
 
     def __init__(self) -> None:
         self.answers = {"jobs": (True, "ready"), "agent": (True, "connected")}
@@ -86,7 +86,7 @@ async def test_metrics_are_compressed_for_a_scraper_that_accepts_gzip(
 
 
 async def test_landing_page_has_links_and_a_list_of_processes(readiness: Readiness) -> None:
-    """Job names are escaped, the page has no script, and nothing that a job printed is shown."""
+    """Job names are escaped, the page contains no script, and no output of a job is shown."""
     process = ProcessInfo("<b>web</b>", "running", 3, 20480)
     service = ServiceInfo(process, "web", "process", (), "running", 7, 2, "", "secret words of the job")
     instance = {"deployment": "shop", "group": "front", "index": "0", "id": "i-1", "az": "z1"}
@@ -118,10 +118,10 @@ async def test_metrics_are_served_as_openmetrics_on_request(where: Where) -> Non
 
 
 async def test_health_and_readiness_endpoints_give_the_reason(where: Where, readiness: Readiness) -> None:
-    """An agent that is not ready answers 503 with the reason at those levels that are not reached. The liveness probe
+    """If the agent has not reached the requested level, the answer is 503 with the reason. The liveness probe always
     passes.
 
-    HEAD requests get the same headers as GET.
+    HEAD requests get the same headers as GET requests.
     """
     readiness.answers["jobs"] = (False, "web is failing")
 
@@ -159,7 +159,9 @@ async def test_unknown_metrics_path_or_method_is_rejected(where: Where, request_
 
 
 async def test_client_that_sends_a_body_to_metrics_receives_the_whole_error(where: Where) -> None:
-    """If the server closed while body bytes arrive, the kernel would reset the connection and discard the error."""
+    """If the server closed the connection while the body is still arriving, the kernel would reset the connection and
+    discard the error.
+    """
     reader, writer = await asyncio.open_connection(*where)
     writer.write(b"POST /metrics HTTP/1.1\r\nContent-Length: 20000\r\n\r\n")
     assert await reader.readline() == b"HTTP/1.1 405 Method Not Allowed\r\n"
@@ -194,7 +196,7 @@ async def test_metrics_client_that_closes_its_sending_half_gets_its_answer(where
 
 @pytest.mark.attack("a neighbour holds the connections of an open port")
 async def test_slow_metrics_client_is_disconnected(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time limit is for the whole request, so sending single bytes does not extend it.
+    """The time limit applies to the whole request, so sending single bytes does not extend it.
 
     Other clients are served in the meantime.
     """
@@ -253,7 +255,7 @@ async def test_idle_metrics_connections_do_not_starve_a_probe(where: Where, monk
 
 @pytest.mark.attack("a job listens on the port for metrics or sshd")
 async def test_agent_runs_without_its_metrics_port_if_it_is_in_use_or_off(caplog: pytest.LogCaptureFixture) -> None:
-    """A port in use is logged as an error with the address, and the agent continues."""
+    """A port that is in use is logged as an error that names the address, and the agent continues without it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         for wanted in (address, "off"):
@@ -284,7 +286,7 @@ async def test_metrics_server_frees_its_port_and_connections_at_exit() -> None:
 
 
 async def test_event_loop_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocking the loop once adds one value above 0.25 s to the histogram."""
+    """When the event loop is blocked once, the histogram gets one value above 0.25 s."""
     monkeypatch.setattr(metrics, "LAG_PERIOD_S", 0.01)
     made = Metrics(Readings)
     watch = asyncio.create_task(made.watch_lag())

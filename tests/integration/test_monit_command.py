@@ -20,7 +20,7 @@ async def _running(instance: RunningAgent) -> None:
 
 
 async def monit(instance: RunningAgent, line: str) -> tuple[int | None, str]:
-    """Run ``monit`` with these arguments for this agent. Return its exit code and output."""
+    """Run ``monit`` against this agent with the arguments in ``line``. Return its exit code and output."""
     return await instance.execute(*line.split(), module="cli.monit")
 
 
@@ -61,8 +61,8 @@ async def test_monit_command_stops_starts_and_restarts_named_services(instance: 
 async def test_monit_command_unmonitors_and_monitors_groups_and_all_services(
     instance: RunningAgent,
 ) -> None:
-    """``monit quit`` prints what monit would print, but only unmonitors the services. Neither the processes nor the
-    agent end.
+    """``monit quit`` prints the same text as monit, but only unmonitors the services. The processes and the agent keep
+    running.
     """
     assert (await monit(instance, "unmonitor -g nobody")) == (0, "")
     await until_summary(instance, "'job0'.* running$", "'job1'.* running$")

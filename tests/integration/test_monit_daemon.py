@@ -1,5 +1,5 @@
-"""The daemon that replaces monit, run as a process with real jobs and a real mail server: HTTP, mail, reloads, restarts
-and exits.
+"""The daemon that replaces monit, run as a process with real jobs and a mail server: HTTP, mail, reloads, restarts and
+exits.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ async def vm(tmp_path: Path) -> AsyncIterator[MonitTree]:
 
 @contextlib.asynccontextmanager
 async def mail_server(port: int) -> AsyncIterator[list[list[str]]]:
-    """Run an RFC 5321 server. Yield a list to which it adds the lines of each mail."""
+    """Run an SMTP server (RFC 5321). Yield a list to which it adds each mail as a list of lines."""
     mails: list[list[str]] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -190,7 +190,7 @@ async def mail_server(port: int) -> AsyncIterator[list[list[str]]]:
 
 
 def alert(mail: list[str]) -> dict[str, str]:
-    """Return those lines of a mail that the Go agent reads (jobsupervisor/alert_envelope.go), by name."""
+    """Return the values that the Go agent reads from a mail (jobsupervisor/alert_envelope.go), by name."""
     lines = [line.strip().partition(": ") for line in mail]
     wanted = ("Service", "Event", "Action", "Date", "Description", "Message-id")
     return {name: value for name, _, value in lines if name in wanted}
@@ -301,8 +301,8 @@ async def test_monit_daemon_stops_and_starts_services_only_for_authorized_http_c
 async def test_monit_daemon_reload_adds_new_jobs_and_forgets_removed_ones(vm: MonitTree, how: str) -> None:
     """As under monit, the processes of a removed job keep running.
 
-    The incarnation increases with each reload, because the Go agent waits for an increase. This also works for two
-    reloads within the same second.
+    The incarnation increases with each reload, even with two reloads in the same second, because the Go agent waits for
+    an increase.
     """
     vm.add("web", "db")
     vm.start()
@@ -391,8 +391,8 @@ async def test_next_monit_daemon_adopts_running_jobs(vm: MonitTree, number: sign
 
 
 async def test_monit_daemon_reads_and_writes_monits_state_file(vm: MonitTree) -> None:
-    """The daemon does not start a service that monit 5.2.5 had unmonitored (format: state.c), and stores its own
-    changes in monit's format.
+    """The daemon reads monit's state file (format: state.c) and does not start a service that monit 5.2.5 had
+    unmonitored. It stores its own changes in the same format.
     """
     vm.add("web", "db")
     state, left = vm.base / "monit/monit.state", [(b"web", 0, 0, 0, 1, 0), (b"db", 0, 0, 0, 0, 0)]
@@ -444,8 +444,8 @@ async def test_second_monit_daemon_exits_and_monit_quit_ends_the_first(vm: Monit
 
 
 async def test_monit_daemon_runs_bpm_processes_with_the_bpm_option(vm: MonitTree) -> None:
-    """The daemon itself runs processes that are configured in bpm.yml. The ``bpm`` command, which drain scripts call,
-    sends its requests to the daemon.
+    """The daemon itself runs the processes that are configured in bpm.yml. When a drain script calls ``bpm``, this
+    command sends its request to the daemon.
     """
     config = "processes:\n- name: web\n  executable: /bin/sleep\n  args: ['600']\n"
     made = jobs.of_bpm(Paths(vm.base), "web", config)

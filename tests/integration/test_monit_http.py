@@ -1,5 +1,5 @@
-"""monit's HTTP API: responses that the Go agent reads, requests that galera-agent in pxc-release sends, and access
-control.
+"""monit's HTTP API: the responses that the Go agent reads, the requests that galera-agent in pxc-release sends, and
+access control.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ async def test_monit_xml_of_a_running_service_is_readable_by_the_go_agent(world:
         assert [(group.get("name"), [each.text for each in group]) for group in groups] == [("vcap", ["db", "web"])]
 
 
-async def test_monit_xml_reports_other_checks_with_their_results(world: JobTree) -> None:
-    """A changed file is reported in ``status_hint`` too.
+async def test_monit_xml_reports_file_fifo_and_host_checks_with_their_results(world: JobTree) -> None:
+    """A file that has changed is also reported in ``status_hint``.
 
-    A job's system check replaces monit's own system service.
+    If a job has a system check, it replaces monit's own system service.
     """
     path, pipe = world.base / "file", world.base / "pipe"
     path.touch()
@@ -287,8 +287,8 @@ async def test_monit_http_without_the_password_is_rejected(world: JobTree) -> No
 
 @pytest.mark.attack("a job calls monit's port without the password")
 async def test_monit_mail_port_greets_with_an_error_and_accepts_no_mail() -> None:
-    """A CPI may connect to this port to see whether the agent is alive, but jobs must not be able to send alerts
-    through it.
+    """A CPI may connect to this port to find out whether the agent is alive, but jobs must not be able to send alerts
+    through the port.
     """
     mail = b"From: monit@localhost\r\nService: web\r\nEvent: does not exist\r\nAction: alert\r\nDate: now\r\n\r\n.\r\n"
     async with monit_http.refusing_mail("127.0.0.1:0") as where:

@@ -116,7 +116,7 @@ class MonitService:
         return await until(answering)
 
     def number(self) -> int:
-        """Return the pid in the pidfile, or 0 if it has none."""
+        """Return the pid in the pidfile, or 0 if there is no pidfile or no pid in it."""
         with suppress(OSError, ValueError):
             return int((self.vm.base / "monit.pid").read_text())
         return 0

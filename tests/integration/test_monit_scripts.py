@@ -1,8 +1,7 @@
-"""Scripts of releases that call ``monit``. Each way of using it is a test with its own script, which calls this
-project's command.
+"""Scripts in releases that call ``monit``. Each test runs a script that uses this project's command in a different way.
 
-The scripts are modelled on those in gorouter and silk (a program that a rule runs restarts a service and waits), capi,
-mariadb, logsearch, os-conf, kubo and fissile.
+The scripts are modelled on those in gorouter and silk (a rule runs a program that restarts a service and waits for it),
+capi, mariadb, logsearch, os-conf, kubo and fissile.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ async def script(world: JobTree, body: str) -> None:
 
 
 async def test_scripts_can_wait_for_a_stop_and_a_start_with_monit_summary(world: JobTree) -> None:
-    """A cron job stops a service, waits for ``not monitored`` without ``pending``, starts it, and waits for
-    ``running``.
+    """A cron job stops a service and waits until the summary shows ``not monitored`` without ``pending``. It then
+    starts the service and waits for ``running``.
     """
     slow = "sleep 0.3; kill $(cat $pidfile)"
     async with answering(world, world.job("archiver", None, slow), world.job("other")) as supervisor:

@@ -1,6 +1,4 @@
-"""A fixed sample of mutants in the folders edges, services, actions and daemon, tested with these folders' unit
-tests.
-"""
+"""Runs the unit tests of the folders edges, services, actions and daemon on a fixed sample of their mutants."""
 
 from __future__ import annotations
 

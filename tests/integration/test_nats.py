@@ -1,4 +1,4 @@
-"""Requests and replies over a real bus whose server restricts the agent as in production."""
+"""Requests and replies over a real bus, whose server gives the agent the same permissions as in production."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_t3_bus_subscribes_only_to_its_own_subject() -> None:
 
 
 async def test_failing_request_handler_does_not_affect_the_bus(tmp_path: Path) -> None:
-    """After an exception or a cancellation in a handler, the bus still receives requests on the same connection."""
+    """After a handler has failed or was cancelled, the bus still receives requests on the same connection."""
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
         match json.loads(data)["method"]:
@@ -185,7 +185,7 @@ async def test_flood_of_bus_requests_is_bounded(tmp_path: Path, monkeypatch: pyt
 
 
 async def test_ping_is_answered_during_a_flood_of_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If pings were dropped too, the Director would consider a busy agent dead."""
+    """If pings were dropped like other requests, the Director would consider a busy agent dead."""
     monkeypatch.setattr(nats, "MAX_REQUESTS", 3)
     async with talking(tmp_path) as talk:
         held = [asyncio.create_task(talk.director.value("agent", "sleep", 600)) for _ in range(10)]
@@ -217,7 +217,7 @@ async def test_messages_published_without_a_connection_are_not_sent_later(tmp_pa
 
 
 async def test_reply_waits_for_the_next_connection(tmp_path: Path) -> None:
-    """A request that the agent is still executing when the connection breaks is answered on the next connection."""
+    """If the connection breaks while the agent executes a request, the reply is sent on the next connection."""
     release = asyncio.Event()
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:

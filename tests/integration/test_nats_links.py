@@ -30,7 +30,7 @@ from tests.support.waiting import until
 
 
 def through(proxy: Proxy, server: NatsServer) -> Mbus:
-    """Return the server's address and credentials with the proxy's port instead of the server's."""
+    """Return the agent's address and credentials for the server, with the proxy's port instead of the server's port."""
     return replace_urls(server.mbus("agent"), f"nats://127.0.0.1:{proxy.port}")
 
 
@@ -76,8 +76,8 @@ async def behind(where: Path, **options: Any) -> AsyncIterator[tuple[NatsBus, Pr
 
 
 async def test_dead_bus_connection_is_noticed_and_replaced(tmp_path: Path) -> None:
-    """If pings are not answered, the socket is closed immediately. Waiting for TLS's closing message would take half a
-    minute.
+    """If pings are not answered, the socket is closed immediately, without waiting half a minute for TLS's closing
+    message.
     """
     async with behind(tmp_path, timing=replace(FAST, connect=0.2, ping=0.2)) as (bus, proxy):
         sockets = sockets_to(proxy.port)
@@ -112,9 +112,7 @@ async def test_bus_is_reachable_while_its_server_answers(tmp_path: Path) -> None
 
 
 async def test_bus_rereads_settings_while_no_server_is_reachable(tmp_path: Path) -> None:
-    """After several failed attempts, the agent reads its settings again, because the bus may have got another
-    address.
-    """
+    """After several failed attempts, the agent reads its settings again, because the bus may have a new address."""
     async with knowing(tmp_path) as server:
         good = server.mbus("agent")
         gone = replace_urls(good, "nats://127.0.0.1:1")
@@ -140,8 +138,8 @@ async def test_slow_network_keeps_the_bus_connection(tmp_path: Path) -> None:
 
 
 async def test_t7_blocked_event_loop_keeps_the_bus_connection(tmp_path: Path) -> None:
-    """The agent cannot answer for a while, but neither the server nor the agent closes the connection for that
-    reason.
+    """While the event loop is blocked, the agent cannot answer. Neither the server nor the agent closes the connection
+    because of this.
     """
     async with talking(tmp_path) as talk:
         for _ in range(3):
@@ -153,8 +151,8 @@ async def test_t7_blocked_event_loop_keeps_the_bus_connection(tmp_path: Path) ->
 
 
 async def test_bus_reconnects_after_repeated_resets(tmp_path: Path) -> None:
-    """The TLS state of a lost connection, half a megabyte, is freed immediately and not only by the garbage
-    collector.
+    """The TLS state of a lost connection takes half a megabyte, so it must be freed immediately and not only by the
+    garbage collector.
     """
     async with behind(tmp_path) as (bus, proxy):
         await asyncio.sleep(0.05)
@@ -243,9 +241,9 @@ async def test_t4_bus_uses_any_reachable_address_of_several(tmp_path: Path, capl
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, *answers: str | OSError) -> list[str | OSError]:
-    """Make name lookups return these addresses in turn, repeating the last one.
+    """Make name lookups return the given addresses in turn. The last one is returned repeatedly.
 
-    Return the list of answers that remain.
+    Return the list of addresses that have not been returned yet.
     """
     left = list(answers)
 
@@ -301,8 +299,8 @@ async def test_bus_reconnects_when_its_host_name_gets_another_address(
 async def test_silent_name_server_does_not_delay_connections_or_exit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lookups run in threads of their own, so they delay neither the next attempt nor the exit nor other work in
-    threads.
+    """Lookups run in separate threads, so a silent name server delays neither the next attempt, nor the exit, nor other
+    work in threads.
     """
     silence = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: silence.wait())
@@ -338,7 +336,7 @@ async def test_silent_name_server_does_not_delay_connections_or_exit(
 async def test_bus_without_a_usable_address_reports_an_error_and_continues(
     tmp_path: Path, urls: tuple[str, ...]
 ) -> None:
-    """The error cannot be resolved by retrying, but the agent must not exit, because its jobs still need it."""
+    """Retrying does not help, but the agent must not exit, because its jobs still need it."""
     async with NatsServer(tmp_path) as server, on_bus(replace_urls(server.mbus("agent"), *urls)) as bus:
         await until(lambda: bus.stats.last_error != "")
         await asyncio.sleep(0.1)
@@ -360,8 +358,8 @@ async def test_bus_without_a_usable_address_reports_an_error_and_continues(
     ],
 )
 async def test_bus_address_is_reported_without_its_password(address: str, told: str) -> None:
-    """The error does not contain the password, even if it includes ``/``, ``?`` or ``#``, which end the host name
-    early.
+    """The error does not contain the password. A ``/``, ``?`` or ``#`` in the password would end the host part of the
+    URL early.
     """
     authority = Authority()
     pair = authority.agent("agent")
@@ -392,7 +390,7 @@ async def test_bus_connection_with_a_dead_client_task_is_replaced(tmp_path: Path
 
 
 async def test_bus_cancelled_at_any_step_leaves_nothing_behind(tmp_path: Path) -> None:
-    """No task and no descriptor remains, whichever step of connecting is cancelled."""
+    """Whichever step of connecting is cancelled, no task and no descriptor remains."""
     async with knowing(tmp_path) as server:
         mbus = server.mbus("agent")
         before, tasks = _descriptors(), len(asyncio.all_tasks())
@@ -410,7 +408,7 @@ async def test_bus_cancelled_at_any_step_leaves_nothing_behind(tmp_path: Path) -
 def test_t2_bus_pauses_grow_up_to_ten_seconds() -> None:
     """The pauses are 2, 4, 6, 8, 10 and 10 s, less a random part.
 
-    After a lost connection, the next attempt follows soon, and a new agent that is refused retries after about 1 s.
+    After a lost connection, the first pause is short, and a new agent that is refused retries after about 1 s.
     """
     timing = BusTiming()
     for _ in range(100):
@@ -439,9 +437,9 @@ def test_reconnects_of_a_thousand_agents_are_spread_over_time() -> None:
 
 
 async def test_early_bus_refusals_are_retried_quickly(tmp_path: Path) -> None:
-    """A new agent that is refused retries every second, because nats-sync will soon add it.
+    """A new agent that is refused retries every second, because nats-sync will soon add it to the bus.
 
-    Later the normal pauses apply.
+    After a while, the normal pauses apply.
     """
     slow = replace(FAST, step=30.0, longest=30.0)
     async with NatsServer(tmp_path) as server:

@@ -62,7 +62,7 @@ async def test_t11_rotation_loses_and_duplicates_no_request(tmp_path: Path) -> N
 
 @pytest.mark.slow
 async def test_fifty_rotations_lose_no_reply_and_cause_no_pause() -> None:
-    """The test adds and removes users of the bus in the same way as nats-sync.
+    """The test adds and removes bus users in the same way as nats-sync.
 
     A second client measures delays of the whole machine, which are added to the permitted pause.
     """
@@ -107,7 +107,7 @@ async def test_request_delivered_twice_is_handled_once(tmp_path: Path, monkeypat
     handled: list[str] = []
 
     async def handle(data: bytes) -> None:
-        """Drop each request, as if it were invalid."""
+        """Record each request without answering it, as if it were invalid."""
         handled.append(json.loads(data)["reply_to"])
 
     async with talking(tmp_path, handle=handle) as talk, joined(talk.server.peer(), (), lambda *_: None) as peer:
@@ -149,7 +149,7 @@ async def test_rotations_during_an_outage_leave_one_connection(tmp_path: Path) -
 
 
 def bad_credentials(talk: Talk, kind: str) -> Mbus:
-    """Return credentials with this fault."""
+    """Return credentials with the fault ``kind``."""
     good = talk.server.mbus("agent")
     match kind:
         case "unreadable":
@@ -186,7 +186,9 @@ async def test_rotation_to_invalid_credentials_is_refused(tmp_path: Path, kind: 
 
 
 async def test_rotation_without_a_reachable_server_accepts_the_credentials(tmp_path: Path) -> None:
-    """During an outage nothing shows whether the credentials are right. They are tried when the server is back."""
+    """During an outage, the agent cannot find out whether the credentials are valid. It tries them when the server is
+    back.
+    """
     async with talking(tmp_path, timing=replace(FAST, unreachable=0.2)) as talk:
         await talk.server.kill()
         rotating = asyncio.create_task(talk.bus.rotate(talk.server.mbus("agent")))
@@ -236,7 +238,7 @@ async def test_next_connection_after_a_rotation_uses_the_new_credentials(tmp_pat
 
 
 async def test_exit_during_a_rotation_closes_both_connections(tmp_path: Path) -> None:
-    """The exit happens while the old connection is still open, shortly after the new one has been made."""
+    """The agent exits shortly after the new connection has been made, while the old one is still open."""
     async with talking(tmp_path) as talk:
         await asyncio.sleep(0.05)
         before = len(list(Path("/proc/self/fd").iterdir()))

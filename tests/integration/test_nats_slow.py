@@ -1,4 +1,6 @@
-"""A bus server that greets but does not complete the handshake in time is tried less often, and given more time."""
+"""A bus server that greets the agent but does not complete the handshake in time. The agent tries less often and gives
+the server more time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.support.waiting import until
 
 
 class Hasty(BusTiming, frozen=True):
-    """Short timeouts that also record, for each attempt, how many slow attempts preceded it."""
+    """Timing with short timeouts, which records for each attempt how many slow attempts preceded it."""
 
     connect: float = 0.3
     step: float = 0.01

@@ -126,7 +126,7 @@ async def test_intermediate_ca_is_trusted_without_its_root(tmp_path: Path) -> No
 async def test_server_certificate_is_verified_with_each_ca_of_the_same_name(tmp_path: Path, bits: int) -> None:
     """During a CA rotation, the settings contain two CAs with the same name.
 
-    Go tries both, whereas OpenSSL alone would try only the first.
+    Go tries both of them, but OpenSSL alone would try only the first.
     """
     async with knowing(tmp_path, AUTHORITY) as server:
         mbus = server.mbus("agent")

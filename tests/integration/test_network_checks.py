@@ -1,4 +1,4 @@
-"""Network checks against real servers that answer, stay silent, answer wrongly, or never stop answering."""
+"""Network checks of real servers that answer correctly, answer wrongly, stay silent, or never stop answering."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def page(status: str, body: bytes = b"", *headers: str) -> Talk:
 
 @pytest.mark.parametrize("protocol", ["default", "mysql", "ssh"])
 async def test_port_check_passes_for_an_open_port(protocol: str) -> None:
-    """If the rule names no protocol, or one that the agent does not support, a connection is enough."""
+    """If the rule names no protocol, or a protocol that the agent does not support, an open connection is enough."""
     assert await run_check(silence, Protocol(protocol)) == ""
 
 
@@ -177,7 +177,9 @@ async def test_http_check_does_not_wait_for_the_body() -> None:
 
 
 async def test_check_of_a_silent_port_ends_at_its_timeout() -> None:
-    """Two checks wait for the same silent server. Only the check with the short timeout has failed."""
+    """Two checks wait for the same silent server. The check with the short timeout fails, while the other one keeps
+    waiting.
+    """
     patient = asyncio.create_task(run_check(silence, HTTP, timeout=600))
 
     assert "no answer from 127.0.0.1 port" in await run_check(silence, HTTP, timeout=1)
@@ -187,7 +189,7 @@ async def test_check_of_a_silent_port_ends_at_its_timeout() -> None:
 
 
 async def test_send_expect_check_follows_its_dialogue() -> None:
-    """Texts may contain any bytes and arrive in pieces. Each ``expect`` consumes what it matches."""
+    """The strings may contain any bytes and arrive in pieces. Each ``expect`` consumes the bytes that it matches."""
     words = (("expect", "^ready [0-9]+"), ("send", "go\\0x00\r\n"), ("expect", "gone"))
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -267,7 +269,7 @@ async def test_http_check_fails_from_status_400_as_in_monit(answer: bytes, fault
 
 
 async def test_http_check_reads_a_page_without_a_length() -> None:
-    """The page then ends when the server closes the connection. As in monit, its checksum is not compared.
+    """A page without a length ends when the server closes the connection. As in monit, its checksum is not compared.
 
     A timeout of zero selects the default timeout.
     """

@@ -35,9 +35,9 @@ def started(instance: RunningAgent, *words: str) -> tuple[process.Process, Path]
 
 
 async def test_status_and_probes_report_running_and_stopped_processes(instance: RunningAgent) -> None:
-    """If the output goes to a pipe, the table is plain text. ``--json`` prints JSON.
+    """If the output goes to a pipe, the table is plain text. With ``--json``, the output is JSON.
 
-    A process that an operator has stopped is shown as stopped, although a different state is reported to the Director.
+    A process that an operator has stopped is shown as stopped, although another state is reported to the Director.
     """
     code, page = await instance.execute("status")
     assert code == 0
@@ -128,7 +128,7 @@ async def test_status_watch_keeps_the_terminal_scrollback(instance: RunningAgent
 
 
 async def test_logs_command_shows_the_logs_of_a_job_and_of_the_agent(instance: RunningAgent) -> None:
-    """The agent's log is the file that ``bosh logs`` fetches.
+    """The agent's log is read from the same file that ``bosh logs`` fetches.
 
     SIGUSR1 and SIGUSR2 change the log level.
     """

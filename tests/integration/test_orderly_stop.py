@@ -25,9 +25,7 @@ async def world(tmp_path: Path) -> AsyncIterator[LocalAgent]:
 
 
 def traced(world: LocalAgent, job: str, drain: str) -> dict[str, str]:
-    """Return lifecycle scripts. Each script records that it was called, and whether the job's process was running at
-    that time.
-    """
+    """Return lifecycle scripts that record each call, and whether the job's process was running at that time."""
     trace = world.paths.base / "trace"
     alive = f"kill -0 $(cat {world.paths.run}/{job}/{job}.pid) 2>/dev/null && state=up || state=down"
     line = f"#!/bin/sh\n{alive}\necho {job} {{name}} $state >> {trace}\n"
@@ -80,8 +78,8 @@ async def test_orderly_stop_aborts_a_drain_that_exceeds_the_grace_period(world: 
 
 
 async def test_orderly_stop_does_not_drain_jobs_that_the_director_stopped(world: LocalAgent) -> None:
-    """A drain script may wait for a process of its job, but this process no longer runs. For example, the drain script
-    of a Director would wait for its stopped database until the grace period ends.
+    """A drain script may wait for a process that has already been stopped. For example, the drain script of a Director
+    would wait for its stopped database until the grace period is over.
     """
     await started(world, web=traced(world, "web", "echo 0\n"))
     await world.value("stop")
@@ -171,7 +169,7 @@ async def test_state_changing_actions_are_refused_while_the_container_ends(world
 
 
 def test_termination_log_is_overwritten_but_never_created(tmp_path: Path) -> None:
-    """Kubernetes mounts this file into a pod. Other runtimes do not have it."""
+    """In a pod, Kubernetes mounts this file. Other container runtimes do not provide it."""
     log = tmp_path / "termination-log"
     write_termination_log("agent-shim: all jobs stopped in order\n", log)
     assert not log.exists()

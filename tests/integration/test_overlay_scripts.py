@@ -1,4 +1,4 @@
-"""The overlay's shell scripts, run in a scratch directory. Programs that the scripts call are replaced with recorders.
+"""The overlay's shell scripts, run in a scratch directory with recorders in place of the programs that they call.
 
 The root tests run the scripts with the real init, cron and agent, and the image tests run them as PID 1.
 """
@@ -199,8 +199,9 @@ def test_init_service_stays_down_if_its_program_is_missing_or_the_user_is_not_ro
 
 
 def lxd_interfaces(top: Path, addressed: str) -> None:
-    """Create the files that the LXD CPI writes for two interfaces. ``addressed`` is a shell pattern for the names of
-    those that have an address.
+    """Create the files that the LXD CPI writes for two interfaces.
+
+    ``addressed`` is a shell pattern for the names of the interfaces that have an address.
     """
     for name in ("eth0", "eth1"):
         path = top / "etc/network/interfaces.d" / name
@@ -320,8 +321,8 @@ def test_resolvectl_puts_link_name_servers_first_until_reverted(top: Path, comma
 
 
 def test_resolvectl_lists_name_servers_and_replaces_a_resolv_conf_link(top: Path) -> None:
-    """A normal resolv.conf is changed in place, because it may be a mount. A link is replaced with a file, because its
-    target, a file of systemd-resolved, does not exist in a container.
+    """A normal resolv.conf is changed in place, because it may be a mount. A link is replaced with a file, because the
+    target of the link belongs to systemd-resolved and does not exist in a container.
     """
     resolvectl, file = top / "opt/agent_shim/stand-ins/resolvectl", top / "etc/resolv.conf"
     file.write_text(BEFORE)

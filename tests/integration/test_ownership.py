@@ -1,4 +1,4 @@
-"""Jobs that try to make the agent kill other jobs' processes, or to save their own processes from being killed."""
+"""Jobs that try to make the agent kill processes of other jobs, or to keep their own processes from being killed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAITS = "echo begun >>$log; until [ -s {victim} ]; do sleep 0.02; done; cp {vict
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_new_pidfile_naming_a_foreign_process_is_ignored(world: JobTree) -> None:
-    """The process was not started by the agent, so it survives the stop.
+    """The agent did not start the process that the pidfile names, so this process survives the stop.
 
     The service is reported as not running, with the reason.
     """
@@ -65,8 +65,8 @@ async def test_pidfile_naming_a_process_of_the_agent_is_ignored(world: JobTree) 
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_pidfile_naming_a_keeper_is_ignored(world: JobTree) -> None:
-    """Even the service's own keeper is not accepted as its process. A new keeper may get the pid that an old pidfile
-    names.
+    """Even the service's own keeper is not accepted as its process, because a new keeper could happen to have the pid
+    in an old pidfile.
     """
     job = world.job("web", "echo $PPID >$pidfile; " + LASTING, "exit 0", timeout=1)
     async with world.supervising(job) as supervisor:
@@ -78,7 +78,7 @@ async def test_pidfile_naming_a_keeper_is_ignored(world: JobTree) -> None:
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_pidfile_naming_a_process_of_another_job_is_ignored(world: JobTree) -> None:
-    """That process has no environment, so only its keeper shows which job it belongs to."""
+    """The process of the other job has no environment, so only its keeper shows which job it belongs to."""
     victim = world.base / "victim"
     start = "echo $$ >$pidfile; exec env -i PATH=/bin:/usr/bin sleep 600"
     liar = world.job("liar", WAITS.format(victim=victim), "exit 0", timeout=3)
@@ -102,7 +102,7 @@ async def test_pidfile_naming_a_process_of_another_job_is_ignored(world: JobTree
 @pytest.mark.attack("a job hides a process so that stopping the job misses it")
 @pytest.mark.parametrize("name", ["", "\\rUid:\\t0"])
 async def test_stop_ends_hidden_daemons_of_the_job_only(world: JobTree, name: str) -> None:
-    """The daemon has left its session and environment, forked twice, and has no pidfile.
+    """The daemon has forked twice, left its session, cleared its environment, and has no pidfile.
 
     Its name may contain a line break that forges a user in /proc/PID/status.
     """
@@ -235,7 +235,9 @@ async def test_stop_needs_no_descriptor_per_process(world: JobTree) -> None:
 async def test_service_counts_as_running_while_the_agent_has_no_free_descriptor(
     world: JobTree, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its process must not be taken for an ended one: there is no restart, and a stop does not report success."""
+    """The agent must not assume that the process has exited: it does not restart the service, and a stop does not
+    report success.
+    """
     start = f"echo start >>$log; echo $$ >$pidfile; {LASTING}"
     job = world.job("web", start, "kill $(cat $pidfile)", "if totalmem > 10 GB then restart")
     async with world.supervising(job) as supervisor:

@@ -1,4 +1,6 @@
-"""Pidfiles without a valid pid although the process runs. Like monit, the agent then runs the start program."""
+"""Pidfiles that contain no valid pid although the process runs. Like monit, the agent then runs the start program
+again.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +75,8 @@ async def test_start_after_an_invalid_pidfile_may_keep_the_running_process(world
 
 
 async def test_second_start_after_an_invalid_pidfile_ends_the_old_process(world: JobTree) -> None:
-    """The first start fails if the old process still has a port or lock, so the old process is killed before the
-    second.
+    """The first start fails if the old process still holds a port or a lock, so the agent kills the old process before
+    it tries again.
     """
     start = f"echo start >>$log; exec 9>$log.lock; flock -n 9 || exit 1; echo $$ >$pidfile; {LASTING}"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:

@@ -62,7 +62,7 @@ def test_number_of_blocked_proc_readers_is_bounded(monkeypatch: pytest.MonkeyPat
 
 
 def test_files_in_use_are_reported(tmp_path: Path) -> None:
-    """Only the paths in question are reported, and only on the given devices."""
+    """Of the open files, only those with one of the requested paths on one of the given devices are reported."""
     opened = tmp_path / "opened"
     with opened.open("w"):
         found = proc.uses([os.getpid()], lambda path: path == str(opened), {tmp_path.stat().st_dev})

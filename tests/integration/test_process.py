@@ -29,8 +29,8 @@ SH = "/bin/sh"
 
 @pytest.fixture
 def env(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Provide an environment with a variable that identifies the test's processes. Processes that remain after the test
-    are killed.
+    """Provide an environment with a variable that identifies the processes of this test. Those that remain after the
+    test are killed.
     """
     yield {"PATH": "/bin:/usr/bin", "TEST_OF": str(tmp_path)}
     end_marked("TEST_OF", str(tmp_path))
@@ -41,7 +41,7 @@ def shell(script: str) -> list[str]:
 
 
 async def test_process_exit_code_is_reported_to_all_waiters(env: dict[str, str]) -> None:
-    """A caller may begin to wait before or after the exit. A process for which nobody waits is reaped too."""
+    """A caller may start waiting before or after the exit. Processes for which nobody waits are reaped as well."""
     child = process.spawn(shell("exit 7"), env=env)
 
     assert await child.wait() == 7
@@ -51,8 +51,8 @@ async def test_process_exit_code_is_reported_to_all_waiters(env: dict[str, str])
 
 
 async def test_exited_processes_free_their_descriptors(env: dict[str, str]) -> None:
-    """Each process needs a descriptor only until it exits. Closing it must not close the descriptor of a later process
-    that has the same number.
+    """Each process needs a descriptor only until it exits. Releasing the process must not close the same descriptor
+    number once it belongs to a later process.
     """
     before = _descriptors()
     children = [process.spawn(shell("exit 0"), env=env) for _ in range(10)]
@@ -142,7 +142,9 @@ async def test_process_output_is_appended_to_a_regular_file_without_hard_links(
 
 
 async def test_spawned_process_has_the_requested_context(env: dict[str, str], tmp_path: Path) -> None:
-    """Working directory, umask, empty input, group, session and variables are as requested."""
+    """The process gets the requested working directory and environment, umask 022, an empty stdin, and its own session
+    and process group.
+    """
     script = "pwd; umask; cat | wc -c; ps -o pgid=,sid= -p $$; tr '\\0' '\\n' </proc/$$/environ"
     out = tmp_path / "out"
     env |= {"no.name-of-a-shell": "1"}
@@ -281,8 +283,8 @@ async def test_terminate_sends_sigterm_before_sigkill(
 
 
 async def test_terminate_kills_the_rest_of_the_group_when_its_leader_exits(env: dict[str, str], tmp_path: Path) -> None:
-    """The other process ignores SIGTERM, but is killed without waiting for the end of the grace period, which is a
-    minute.
+    """The other process in the group ignores SIGTERM. It is killed as soon as the leader has exited, although the grace
+    period is a minute.
     """
     pidfile = tmp_path / "pid"
     leader = process.spawn(shell(f"sh {argv('ignore_term.sh')[-1]} {pidfile} & exec sleep 600"), env=env)
@@ -306,9 +308,9 @@ async def test_cancelled_terminate_kills_the_process(env: dict[str, str], tmp_pa
 async def test_process_group_is_signalled_only_until_its_leader_is_reaped(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A single call reaches members even if they fork at the same time.
+    """A single call reaches all members of the group, even if they fork at the same time.
 
-    After the leader has been reaped, another process could get its pid.
+    After the leader has been reaped, another process could have its pid.
     """
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "killpg", lambda *each: sent.append(each))
@@ -342,7 +344,7 @@ async def test_signal_never_reaches_another_process_with_the_same_pid(env: dict[
 
 @pytest.mark.parametrize("how", ["signal", "terminate"])
 async def test_terminate_of_an_adopted_process_spares_its_group(env: dict[str, str], tmp_path: Path, how: str) -> None:
-    """The adopted process belongs to a group that another process leads."""
+    """The adopted process is a member of a process group that another process leads."""
     pidfile = tmp_path / "pid"
     leader = process.spawn(shell(f"sh {argv('ignore_term.sh')[-1]} {pidfile} & exec sleep 600"), env=env)
     member = process.adopt(await until(lambda: number_in(pidfile)))

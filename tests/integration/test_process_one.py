@@ -48,8 +48,8 @@ def _pid_of(pidfd: int) -> int:
 async def test_job_whose_pidfile_names_pid_1_runs_and_stops(
     world: JobTree, signalled: list[int], stop: str | None
 ) -> None:
-    """The job can be started again even if its pidfile remained after the stop. The memory and CPU usage of PID 1 are
-    not reported as the job's.
+    """The job can be started again even if a stop has left its pidfile behind. The memory and CPU usage of PID 1 are
+    not reported as those of the job.
     """
     stops = ["stop"] if stop else []
     async with world.supervising(world.job("rules", START, stop)) as supervisor:

@@ -11,9 +11,7 @@ from tests.support.waiting import until
 
 
 async def test_process_statistics_include_its_descendants(world: JobTree) -> None:
-    """The memory is the sum over the process and its children. The types of the numbers are those that the CLI can
-    decode.
-    """
+    """The memory is the sum over the process and its children. All numbers have types that the CLI can decode."""
     start = "sleep 600 & echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)) as supervisor:
         found = await in_state(supervisor, "web", "running")

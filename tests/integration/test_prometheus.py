@@ -200,7 +200,7 @@ ABOUT = ("process", "disk", "certificate")
 
 
 def in_own_mounts() -> list[str]:
-    """Return a command prefix with which a program gets a private mount namespace."""
+    """Return a command prefix that runs a program in a private mount namespace."""
     return ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
 
 

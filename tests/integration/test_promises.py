@@ -22,8 +22,8 @@ FIRST_PROCESS = Path("tests/support/programs/first_process.py").resolve()
 
 @pytest.mark.parametrize("signals", [1, 2])
 async def test_container_stop_drains_jobs_and_a_second_signal_shortens_it(instance: RunningAgent, signals: int) -> None:
-    """After one signal, the container waits for the drain and exits with 0. After a second signal, it does not wait and
-    exits with 1.
+    """After one signal, the container waits for the drain and exits with 0. A second signal makes it exit with 1
+    without waiting any longer.
     """
     instance.command = shlex.join([sys.executable, str(FIRST_PROCESS), *shlex.split(COMMAND)[3:]])
     instance.write_settings()

@@ -1,4 +1,4 @@
-"""The reaper, which adopts and reaps orphans. Other tests of it are in test_process."""
+"""The reaper, which adopts and reaps orphans. ``test_process.py`` has further tests of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ async def test_reaper_restores_process_state_when_its_block_ends() -> None:
 
 
 async def test_reaper_reaps_all_dead_children_including_earlier_ones() -> None:
-    """A single SIGCHLD may announce several exits, and children that exited before the block began send no signal."""
+    """A single SIGCHLD may announce several exits, and children that exited before the block began cause no signal in
+    it.
+    """
     children = [subprocess.Popen(["/bin/true"]) for _ in range(3)]  # noqa: ASYNC220 - it does not wait
     while any((found := proc.stat(child.pid)) and found.is_alive for child in children):
         time.sleep(0.01)  # noqa: ASYNC251 - the loop must not turn

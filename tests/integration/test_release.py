@@ -76,7 +76,7 @@ def test_repacked_images_with_equal_content_are_byte_identical(tmp_path: Path) -
 
 
 def test_release_is_refused_if_its_tag_names_another_version(tmp_path: Path) -> None:
-    """In a tree between two releases, no tag is accepted."""
+    """In a tree between two releases, every tag is refused."""
     done = release("--tag=v9.9.9", "--only=wheel", f"--out={tmp_path / 'out'}")
 
     assert (done.returncode, done.stderr.partition(":")[0]) == (1, "release")

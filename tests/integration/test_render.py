@@ -226,7 +226,7 @@ def test_render_error_for_a_property_missing_in_a_manual_link_suggests_consumes(
 
 
 def test_render_error_names_a_release_that_is_not_given(tmp_path: Path) -> None:
-    """A job of the same name in another release is not used."""
+    """A job with the same name in another release is not used instead."""
     source = release(tmp_path / "r")
     (source / "config").mkdir()
     (source / "config/final.yml").write_text("name: other\n")

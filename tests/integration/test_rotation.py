@@ -80,7 +80,7 @@ async def test_large_logs_are_compressed_and_truncated(logs: Path) -> None:
 
 
 async def test_log_archives_are_renumbered_and_the_oldest_is_removed(logs: Path) -> None:
-    """The archives are numbered as by logrotate."""
+    """The archives are numbered as logrotate numbers them."""
     log = logs / "web/web.log"
     for text in ("one", "two", "three"):
         log.write_text(text * 100)
@@ -138,7 +138,7 @@ for number in range(4000):
 
 
 def test_lines_written_while_a_rotation_syncs_are_kept(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log is read again after the sync, even if forty megabytes were added."""
+    """After the sync, the log is read again, even if forty megabytes have been added to it."""
     log, burst = logs / "web/web.log", b"more\n" * (8 << 20)
     log.write_bytes(b"first\n")
 
@@ -154,11 +154,11 @@ def test_lines_written_while_a_rotation_syncs_are_kept(logs: Path, monkeypatch: 
 
 
 async def test_rotation_of_a_huge_log_keeps_its_end(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Only the end of the log is archived. The loss is logged and noted in the archive, and older archives of the job
-    are kept.
+    """Only the end of the log is archived. The agent logs how much was lost, notes it in the archive, and keeps older
+    archives of the job.
 
-    If the log is not larger than the deployment allows, it is archived completely, even if it exceeds the limit for all
-    archives.
+    A log that is no larger than the deployment allows is archived completely, even if it exceeds the limit for all
+    archives together.
     """
     log, older, large = logs / "web/runaway.log", logs / "web/older.log.1.gz", logs / "web/large.log"
     older.write_bytes(os.urandom(400_000))
@@ -192,9 +192,7 @@ async def test_small_logs_are_rotated_before_a_huge_one(logs: Path, caplog: pyte
 
 
 def test_endless_writer_does_not_hold_up_the_rotation(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log is truncated as soon as it has grown by half during its compression, even if the program keeps
-    writing.
-    """
+    """The log is truncated once it has grown by half during its compression, even if the program keeps writing."""
     log, size = logs / "web/web.log", 4 * files.CHUNK_BYTES
     log.write_bytes(b"x" * size)
     read = os.read
@@ -390,7 +388,7 @@ async def test_log_with_a_name_in_invalid_utf_8_is_rotated(logs: Path, caplog: p
 
 
 async def test_oldest_log_archives_are_removed_first(logs: Path) -> None:
-    """Empty archives use no space, so they are ignored."""
+    """Empty archives are not removed, because they use no space."""
     for number in range(500):
         path = logs / f"web/x{number}.log.1.gz"
         path.write_bytes(b"" if number % 2 else b"x")

@@ -1,4 +1,4 @@
-"""Monit rules for real processes: their results, alerts and actions in each cycle."""
+"""Monit rules that are checked in each cycle for real processes: the results, alerts and actions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.waiting import until
 
 
 async def test_process_above_a_resource_limit_is_reported_as_failing_and_keeps_running(world: JobTree) -> None:
-    """One alert with monit's text is sent. The service is failing as long as the limit is exceeded."""
+    """One alert with the same text as monit's is sent. The service is failing as long as the limit is exceeded."""
     job = world.job("web", None, "exit 0", "if memory > 1 kb for 2 cycles then alert", "if children > 50 then alert")
     async with world.checking(job) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -67,8 +67,8 @@ async def states_until(supervisor: Supervisor, last: str) -> list[str]:
 
 
 async def test_process_is_starting_until_its_socket_answers(world: JobTree) -> None:
-    """The Director trusts the first "running". Connection rules are therefore checked right after the start, long
-    before the first cycle.
+    """The Director relies on the first "running" that it sees. Connection rules are therefore checked right after the
+    start, long before the first cycle.
     """
     world.timing = replace(world.timing, cycle=60)
     there = world.base / "socket"
@@ -100,7 +100,7 @@ async def test_process_whose_socket_never_answers_is_never_reported_as_running(w
 
 
 async def test_rules_of_a_changed_monit_file_take_effect(world: JobTree) -> None:
-    """Rules also take effect if there were none before, so that no task for checking rules was running."""
+    """The new rules take effect even if the file had no rules before, so that no task was checking rules."""
     async with world.checking(world.job("web", None, "exit 0")) as supervisor:
         await in_state(supervisor, "web", "running")
         await asyncio.sleep(2 * world.timing.cycle)
@@ -136,7 +136,7 @@ async def test_cpu_rule_measures_cpu_time_between_cycles(world: JobTree) -> None
 
 
 async def test_restart_by_a_rule_is_counted_as_a_restart(world: JobTree) -> None:
-    """A rule that limits the number of restarts takes these restarts into account.
+    """A rule that limits the number of restarts also counts restarts that other rules have caused.
 
     The new process is reported as running only after it has passed a check.
     """
@@ -229,7 +229,7 @@ async def test_stop_and_unmonitor_by_a_rule_clear_its_failure(world: JobTree) ->
 
 
 async def test_hanging_port_check_does_not_delay_other_checks(world: JobTree) -> None:
-    """A check may wait a minute for a socket that accepts no connection, while other rules are checked."""
+    """A check may wait a minute for a socket that accepts no connection. Other checks must continue meanwhile."""
     with socket.socket(socket.AF_UNIX) as full, socket.socket() as free:
         full.bind(str(world.base / "full.sock"))
         full.listen(0)
@@ -298,7 +298,7 @@ async def test_check_result_applies_only_to_the_process_that_was_checked(world: 
 
 
 async def test_failing_service_recovers_when_its_port_opens(world: JobTree) -> None:
-    """An event reports the recovery too."""
+    """An event reports the recovery of the service as well."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         rule = f"if failed host 127.0.0.1 port {server.getsockname()[1]} for 2 cycles then alert"

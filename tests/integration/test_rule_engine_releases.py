@@ -94,7 +94,9 @@ async def test_check_host_of_a_dead_haproxy_fails_the_instance(world: JobTree, w
 
 
 async def test_check_host_is_starting_until_its_first_check(world: JobTree, web: Web) -> None:
-    """The Director trusts the first ``running``, so it must not be reported before the first check has passed."""
+    """The Director relies on the first ``running`` that it sees, so the agent must not report it before the first check
+    has passed.
+    """
     text = f"check host far with address 127.0.0.1\n if failed port {web.port} then alert\n group vcap\n"
     async with world.supervising(JobFile("far", "", text)) as supervisor:
         await in_state(supervisor, "far", "running")
@@ -106,8 +108,8 @@ async def test_check_host_is_starting_until_its_first_check(world: JobTree, web:
 
 
 async def test_check_host_restarts_in_each_failing_cycle(world: JobTree, web: Web) -> None:
-    """The scheduler in app-autoscaler has ``check host … if failed url … then restart``, here with and without start
-    and stop programs.
+    """The rule of the scheduler in app-autoscaler is ``check host … if failed url … then restart``. It is tested with
+    and without start and stop programs.
     """
     start, stop = (world.script("health", verb, f"echo {verb} >>$log") for verb in ("start", "stop"))
     text = f"""
@@ -268,8 +270,8 @@ async def test_file_check_that_finds_a_directory_restarts(world: JobTree) -> Non
 
 
 async def test_missing_file_is_created_by_its_start_program(world: JobTree) -> None:
-    """As under monit, a check without a stop program works too. There are such checks in capi-release (nfs_mounter) and
-    os-conf-release (iptables).
+    """As under monit, a check without a stop program works as well. capi-release (nfs_mounter) and os-conf-release
+    (iptables) have such checks.
     """
     crontab = world.base / "crontab"
     start = world.script("mounter", "start", f"echo start >>$log; touch {crontab}")

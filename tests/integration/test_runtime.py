@@ -26,7 +26,7 @@ PROGRAMS = Path("tests/support/programs").resolve()
 
 
 def played(program: str, *arguments: object) -> str:
-    """Return the command for an agent that is run by ``program``, which modifies it first."""
+    """Return the command that runs an agent through ``program``, which modifies the agent first."""
     return shlex.join([sys.executable, str(PROGRAMS / program), *map(str, arguments), *shlex.split(COMMAND)[3:]])
 
 
@@ -128,7 +128,7 @@ async def test_jobs_start_only_after_the_late_boot_steps(instance: RunningAgent)
 
 
 async def test_takeover_from_monit_does_not_start_stopped_jobs(instance: RunningAgent) -> None:
-    """This supervisor has no saved state, but a marker file from the Go agent says that the jobs are stopped."""
+    """The supervisor has no saved state, but a marker file from the Go agent says that the jobs are stopped."""
     await instance.deploy()
     await instance.run("stop")
     await instance.kill_agent()

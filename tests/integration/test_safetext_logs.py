@@ -1,4 +1,4 @@
-"""Job logs are escaped if they are printed on a terminal, because they could control it. In a pipe, they are
+"""Job logs are escaped when they are printed on a terminal, which they could otherwise control. In a pipe, they are
 unchanged.
 """
 

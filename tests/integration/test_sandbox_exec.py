@@ -1,4 +1,4 @@
-"""The last steps before a sandboxed program runs. The program itself reports their effects.
+"""The steps that the sandbox performs right before it executes the program. The program itself reports their effects.
 
 The steps run in a child process, so they do not affect the test process.
 """
@@ -50,7 +50,7 @@ async def run(tmp_path: Path, wanted: sandbox_exec.ExecSpec) -> tuple[int | None
 
 @pytest.mark.attack("a bpm process gains capabilities, or keeps the groups or descriptors of the agent")
 async def test_sandboxed_program_has_no_capabilities_and_default_signals(tmp_path: Path) -> None:
-    """The program cannot gain capabilities either, and signals that Python ignores, such as SIGPIPE, have their default
+    """The program has no way to gain capabilities. Signals that Python ignores, such as SIGPIPE, have their default
     effect again.
     """
     status, found = await run(tmp_path, order())
@@ -87,7 +87,7 @@ async def test_sandboxed_user_has_no_groups_and_only_requested_capabilities(tmp_
 
 
 async def test_privileged_sandbox_keeps_its_capabilities(tmp_path: Path) -> None:
-    """Processes with ``unsafe.privileged`` in bpm.yml run in this way."""
+    """This is how processes with ``unsafe.privileged`` in bpm.yml run."""
     _, found = await run(tmp_path, order(keeps_privileges=True))
 
     assert found["NoNewPrivs"] == str(int(capabilities.privileges().no_new_privs))
@@ -128,7 +128,7 @@ async def test_sandboxed_program_does_not_inherit_its_spec(tmp_path: Path, numbe
 
 
 async def test_sandbox_error_names_a_program_that_cannot_run(tmp_path: Path) -> None:
-    """The error is written to stderr, and the exit code differs from those of programs."""
+    """The error is written to stderr, and the exit code is one that programs do not use."""
     status, found = await run(tmp_path, order(argv=["/nothing"]))
 
     assert status == sandbox_exec.FAILED

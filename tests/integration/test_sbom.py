@@ -1,4 +1,4 @@
-"""SBOMs of the agent and the CPI, and the licences of their packages."""
+"""SBOMs of the agent and the CPI, and the licences of the packages in them."""
 
 from __future__ import annotations
 

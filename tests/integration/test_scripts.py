@@ -105,8 +105,8 @@ async def test_script_runs_with_its_environment_directory_and_niceness(paths: Pa
 
 
 async def test_scripts_run_in_parallel_and_failures_are_listed(paths: Paths, runner: Scripts) -> None:
-    """Each of these scripts waits for another one to end, so they must run in parallel. The error lists the jobs in the
-    order in which their scripts ended.
+    """Each script waits until another one has finished, so all of them must run in parallel. The error lists the jobs
+    in the order in which their scripts exited.
     """
     wait = 'while [ ! -e "{}" ]; do sleep 0.01; done; sleep 0.2; touch {}; exit {}'
     done = [paths.tmp / name for name in "abcd"]
@@ -168,7 +168,7 @@ async def test_post_start_error_quotes_the_scripts_output_and_not_process_logs(p
 
 
 async def test_script_succeeds_although_its_background_processes_still_run(paths: Paths, runner: Scripts) -> None:
-    """The agent neither waits for a child that still holds the output open nor kills it."""
+    """A child of the script that still holds the output open is neither waited for nor killed."""
     left = paths.tmp / "left"
     script(paths, "web", "pre-start", f"sleep 600 & echo $! >{left}")
 
@@ -231,7 +231,9 @@ async def test_static_drain_waits_for_the_returned_seconds(paths: Paths, runner:
 
 @pytest.mark.parametrize("printed", ["", "soon", "1 2", "1.5", "1_0", "٣", "9" * 30, "0x1", "$(seq 5000)"])
 async def test_drain_script_that_prints_no_number_fails(paths: Paths, runner: Scripts, printed: str) -> None:
-    """As in the Go agent, the other drain scripts still run to their end (agent/script/drain/concrete_script.go)."""
+    """As in the Go agent, the drain scripts of other jobs still run to completion
+    (agent/script/drain/concrete_script.go).
+    """
     script(paths, "a", "drain", f'printf %s "{printed}"')
     script(paths, "b", "drain", "sleep 0.1; echo 0")
 
@@ -250,7 +252,7 @@ async def errand(runner: Scripts, job: str = "smoke", cancelled: asyncio.Event |
 
 
 async def test_errand_returns_its_output_and_exit_code(paths: Paths, runner: Scripts) -> None:
-    """A failing errand is a result, not an error. If signal N kills it, its exit code is 128 + N."""
+    """A failing errand is a result and not an error. If the errand is killed by signal N, its exit code is 128 + N."""
     script(paths, "smoke", "run", 'echo "out $# $PATH $KEPT $(pwd) $(nice)"; echo err >&2; exit 3')
 
     assert await errand(runner) == Errand(f"out 0 {scripts.PATH} yes / {os.nice(0)}\n", "err\n", 3)
@@ -302,7 +304,7 @@ async def test_errand_output_does_not_follow_a_link(paths: Paths, runner: Script
 
 
 async def test_errand_ends_with_the_agent(paths: Paths, runner: Scripts) -> None:
-    """The errand's process is killed and no temporary file remains."""
+    """When the agent exits, the process of the errand is killed and no temporary file remains."""
     started = paths.tmp / "started"
     script(paths, "smoke", "run", f"echo $$ >{started}; sleep 600")
     running = asyncio.create_task(errand(runner))

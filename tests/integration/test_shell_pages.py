@@ -34,8 +34,8 @@ FISH = {
     "agent-shim check --as sett": ["settings"],
 }
 END = "\x01printf '<%s>' \x05 ; echo end\r"
-"""Keys that insert a command at the beginning of the typed line and press Return. The command prints the words of the
-completed line.
+"""Keys that insert a command at the beginning of the typed line and press Return. The command prints the words that the
+line contains after completion.
 """
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class StandaloneTree:
-    """A scratch directory with the agent's tree, the jobs to deploy, and the agent's output."""
+    """A scratch directory with the agent's base directory, the jobs to deploy, and the agent's output."""
 
     scratch: Path
     agent: Process | None = None
@@ -111,7 +111,7 @@ async def place(tmp_path: Path) -> AsyncIterator[StandaloneTree]:
 
 
 async def test_standalone_agent_deploys_jobs_like_a_director(place: StandaloneTree) -> None:
-    """The agent runs pre-start, start and post-start, links packages and writes instance names. Only then is it
+    """The agent links packages, writes the instance names, and runs pre-start, start and post-start. Only then is it
     ready.
     """
     place.job("web")
@@ -136,7 +136,7 @@ async def test_standalone_agent_deploys_jobs_like_a_director(place: StandaloneTr
 
 
 async def test_restarted_standalone_agent_deploys_only_changed_jobs(place: StandaloneTree) -> None:
-    """If a job was removed from the directory, it is stopped and removed. If a job was added, it is deployed.
+    """A job that was removed from the directory is stopped and removed, and a job that was added is deployed.
 
     After a ``drain``, which a preStop hook may call, the next agent starts the jobs again.
     """

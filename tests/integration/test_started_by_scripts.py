@@ -90,7 +90,7 @@ async def run_script(world: JobTree, supervisor: Supervisor, name: str, job: str
 
 
 def pids(world: JobTree) -> list[int]:
-    """Return the pids of those processes and children of the three services that exist so far."""
+    """Return the pids of the three services' processes and of their children, as far as they exist yet."""
     files = [path for name in NAMES for path in (world.pidfile(name), world.base / f"{name}.child")]
     return [pid for path in files if (pid := number_in(path))]
 
@@ -101,8 +101,8 @@ async def started(world: JobTree) -> list[int]:
 
 
 async def test_processes_started_by_pre_start_belong_to_the_services(world: JobTree) -> None:
-    """The agent does not start the processes again. A stop of a service kills its process and its child, whatever user
-    they run as.
+    """The agent does not start the processes again. When a service is stopped, its process and child are killed,
+    whatever user they run as.
     """
     async with adopted(world) as (supervisor, found):
         for name in NAMES:
@@ -127,7 +127,7 @@ async def test_processes_started_by_pre_start_belong_to_the_services(world: JobT
 async def test_killed_process_of_pre_start_is_restarted(world: JobTree) -> None:
     """The processes of the other services keep running, although all of them have the same keeper.
 
-    The child of the killed process ends when all jobs are stopped.
+    The child of the killed process is killed when all jobs are stopped.
     """
     async with adopted(world) as (supervisor, found):
         os.kill(found[0], 9)

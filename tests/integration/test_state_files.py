@@ -23,7 +23,9 @@ MAX_MB = 130
 """The highest allowed peak memory of the agent in MB, three times as much as an idle agent needs."""
 
 GATES = ("bosh/agent_shim.json", "data/bosh/agent_shim.json", "bosh/agent_shim.lock")
-"""Files that are tested one at a time, because the agent reads them first and may then not read the others."""
+"""Files that are tested one at a time. The agent reads them first, and may not get to any other file if one of them is
+damaged.
+"""
 OTHERS = (
     *("bosh/settings.json", "bosh/update_settings.json", "bosh/former_mbus.json", "bosh/spec.json", "bosh/tasks.json"),
     *("bosh/persistent_disk_hints.json", "bosh/managed_disk_settings.json", "bosh/shut_down"),

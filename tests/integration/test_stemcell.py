@@ -23,7 +23,7 @@ def stemcell(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_light_stemcell_names_its_image_and_has_valid_digests(tmp_path: Path) -> None:
-    """The manifest names the image in every form that a CPI reads. The image file in the tarball is empty."""
+    """The manifest names the image in every form that a CPI reads. The tarball's image file is empty."""
     result = stemcell("--light", "--image", f"ghcr.io/x/shim:1@{DIGEST}", "--version", "1.2", "--out", str(tmp_path))
     assert (result.returncode, result.stderr) == (0, "")
     path = Path(result.stdout.strip())

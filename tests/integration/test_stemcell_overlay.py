@@ -39,8 +39,8 @@ def applied(root: Path, *arguments: str, program: Path = OVERLAY / "apply") -> l
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, int, float]]:
-    """Return the inode, mode and change time of every file and directory below ``root``. The change time also changes
-    with the owner.
+    """Return the inode, mode and change time of every file and directory below ``root``. A new owner also changes the
+    change time.
     """
     found = {}
     for path in sorted(root.rglob("*")):
@@ -222,7 +222,7 @@ def test_overlay_dry_run_changes_nothing(debian: Path) -> None:
 
 
 def test_overlay_clears_no_file_through_a_link(debian: Path, tmp_path: Path) -> None:
-    """``resolv.conf`` is often a link, which may point outside an unpacked image."""
+    """``resolv.conf`` is often a link, which may point to a file outside the unpacked image."""
     outside = put(tmp_path, "outside", "nameserver 10.0.0.2")
     link = debian / "etc/resolv.conf"
     link.unlink(missing_ok=True)
@@ -265,8 +265,8 @@ STEMCELL_PATH = 'PATH="/usr/bin:/usr/games:/var/vcap/bosh/bin"'
     ],
 )
 def test_agent_commands_are_in_the_path_of_every_base_image(debian: Path, before: str, after: list[str]) -> None:
-    """Ubuntu's image has a PATH in /etc/environment, Debian's has none, and a stemcell's contains the directory
-    already.
+    """Ubuntu's image has a PATH in /etc/environment, Debian's has none, and the PATH of a stemcell already contains the
+    directory.
     """
     put(debian, "etc/environment", before)
     applied(debian)
@@ -390,7 +390,7 @@ def test_overlay_does_not_change_a_program_in_a_volume(debian: Path) -> None:
 
 
 def test_overlay_reports_why_it_cannot_be_applied_to_a_root(debian: Path) -> None:
-    """The directory is missing, another user has vcap's uid, or links form a loop."""
+    """The reasons are that the directory is missing, that another user has vcap's uid, or that links form a loop."""
     missing = apply(debian / "none")
     put(debian, "etc/passwd", "jane:x:1000:1000::/nowhere:/bin/bash\n")
     taken = apply(debian)

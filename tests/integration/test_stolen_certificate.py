@@ -1,8 +1,7 @@
-"""A thief connects to a real bus with a stolen agent certificate while the agent is connected: what is possible and
-what is not.
+"""What a thief with a stolen agent certificate can do on a real bus while the agent is connected, and what not.
 
-The bus gives the thief the permissions of the agent. The thief can read requests to this agent and answer them, but can
-neither keep requests from the agent nor reach anyone except the Director and the Health Monitor.
+The bus gives the thief the permissions of the agent. The thief can read and answer requests to this agent. The thief
+can neither keep requests from the agent nor reach anyone except the Director and the Health Monitor.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ async def test_stolen_certificate_can_read_requests_but_not_intercept_them(tmp_p
     " $SYS.REQ.USER.INFO $JS.API.INFO".split(),
 )
 async def test_stolen_certificate_cannot_send_requests_or_publish_for_others(tmp_path: Path, subject: str) -> None:
-    """The thief cannot send requests to its victim either."""
+    """Not even requests to the agent whose certificate was stolen can be sent."""
     async with talking(tmp_path) as talk:
         await talk.server.add_agent("other")
         async with (
@@ -162,7 +161,7 @@ async def test_stolen_certificate_cannot_claim_another_name(tmp_path: Path) -> N
 
 @pytest.mark.attack("another agent uses a stolen certificate")
 async def test_two_agents_with_the_same_id_both_answer(tmp_path: Path) -> None:
-    """Two agents have the same id while the former container of an instance is still running. Both stay connected, and
+    """While the former container of an instance is still running, two agents have the same id. Both stay connected, and
     the Director uses the first reply.
     """
     async with talking(tmp_path) as talk, on_bus(talk.server.mbus("agent")) as twin:

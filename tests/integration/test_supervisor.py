@@ -1,4 +1,4 @@
-"""A supervisor with real processes: starting, reporting, stopping and unmonitoring."""
+"""Tests of a supervisor that starts, reports, stops and unmonitors real processes."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ async def test_start_program_may_daemonize_in_any_way(world: JobTree, start: str
 
 
 async def test_service_is_starting_until_its_process_exists(world: JobTree) -> None:
-    """The Director polls right after the start and trusts the first "running", so the agent must not report it too
-    early.
+    """The Director polls right after the start and relies on the first "running" that it sees, so the agent must not
+    report it too early.
     """
     start = program("fork_twice.py", world.pidfile("web"), 0.2)
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -64,8 +64,8 @@ async def test_service_is_starting_until_its_process_exists(world: JobTree) -> N
 
 
 async def test_start_program_environment_matches_monit(world: JobTree) -> None:
-    """As under monit, the start program has only PATH and MONIT_ variables, a new session, empty input, umask 022 and
-    the directory /.
+    """As under monit, the start program gets only PATH and MONIT_ variables, a new session, empty input, umask 022, and
+    / as its working directory.
     """
     start = "env >$log.new; umask >>$log.new; pwd >>$log.new; wc -c >>$log.new; ps -o sid= -p $$ >>$log.new"
     start += "; echo $$ >>$log.new; mv $log.new $log; echo $$ >$pidfile; exec sleep 600"
@@ -200,8 +200,8 @@ async def test_late_pidfile_is_adopted_without_a_second_start(world: JobTree) ->
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_stale_pidfile_is_ignored(world: JobTree) -> None:
-    """The pidfile was written before the start, so the process that it names now is not the service's. The agent does
-    not signal that process.
+    """The pidfile is older than the start, so the process whose pid it contains does not belong to the service. The
+    agent does not signal that process.
     """
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     world.pidfile("web").write_text(f"{stranger.pid}\n")
@@ -220,7 +220,7 @@ async def test_stale_pidfile_is_ignored(world: JobTree) -> None:
 
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 async def test_new_pidfile_with_a_foreign_pid_is_ignored(world: JobTree) -> None:
-    """If a script writes the pid of a process that it has not started, the service is not reported as running."""
+    """A script writes the pid of a process that it has not started. The service is not reported as running."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     await until(lambda: clock.boot_ticks() > stranger.start_ticks)
     job = world.job("web", f"echo {stranger.pid} >$pidfile", "exit 0", timeout=1)
@@ -337,7 +337,7 @@ async def test_invalid_monit_file_is_reported_as_one_failing_process(world: JobT
 
 
 async def test_processes_outside_the_vcap_group_are_hidden_from_the_director(world: JobTree) -> None:
-    """These processes are started, but the Director's requests neither report, count nor stop them."""
+    """Processes outside the group are started. The Director's requests neither report nor count nor stop them."""
     files = [world.job("web"), world.job("own", group="group other"), world.job("ill", "exit 1", group="")]
     async with world.supervising(*files) as supervisor:
         own = await in_state(supervisor, "own", "running")
@@ -355,8 +355,8 @@ async def test_processes_outside_the_vcap_group_are_hidden_from_the_director(wor
 
 
 async def test_stop_runs_the_stop_program(world: JobTree) -> None:
-    """The stop is complete when the stop program and the process have ended. A marker file then says that the jobs are
-    stopped until the next start, even while no agent is running.
+    """The stop is complete when the stop program and the process have exited. A marker file then records that the jobs
+    are stopped until the next start, even while no agent is running.
     """
     stop = "kill $(cat $pidfile); sleep 0.1; echo done >>$log"
     async with world.supervising(world.job("web", None, stop)) as supervisor:
@@ -451,7 +451,7 @@ def _ticks(pid: int) -> int:
     ids=["the process goes on", "the program hangs"],
 )
 async def test_stop_kills_what_remains_after_the_stop_timeout(world: JobTree, start: str | None, stop: str) -> None:
-    """A process and a stop program that do not end get SIGTERM and later SIGKILL."""
+    """If the process and the stop program do not exit in time, they get SIGTERM and later SIGKILL."""
     async with world.supervising(world.job("web", start, stop, timeout=1)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
@@ -482,8 +482,8 @@ async def test_stop_works_without_a_stop_program_and_without_a_running_process(
 
 
 async def test_process_of_a_check_without_start_program_is_not_signalled(world: JobTree) -> None:
-    """Such a check watches a process of the system. A stop runs the stop program, but the agent itself does not kill
-    the process.
+    """A check without a start program watches a process of the system. A stop runs the stop program, but the agent
+    itself does not kill the process.
     """
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     world.pidfile("sys").write_text(f"{stranger.pid}\n")
@@ -504,7 +504,7 @@ async def test_process_of_a_check_without_start_program_is_not_signalled(world: 
 @pytest.mark.attack("a job hides a process so that stopping the job misses it")
 @pytest.mark.parametrize("how", ["", "wipe"])
 async def test_no_process_of_a_job_survives_its_stop(world: JobTree, how: str) -> None:
-    """The job has a process in another session. In one of the cases, this process also has no environment."""
+    """The job has a process in another session, in one of the cases even without an environment."""
     child = world.base / "child"
     start = f"exec {program('new_session.py', '$pidfile', child, how)}"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -595,7 +595,7 @@ async def test_a12_stop_timeout_error_has_the_text_that_the_director_tolerates(
 
 
 def _lose(_: tuple[int, int], sig: int) -> bool:
-    """Pretend to send the signal, as if the process hung in the kernel."""
+    """Pretend that the signal was sent, as if the process hung in the kernel."""
     return True
 
 

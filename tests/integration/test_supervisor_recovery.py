@@ -1,4 +1,4 @@
-"""A new supervisor after a restart of the agent continues to supervise the jobs without restarting them."""
+"""After a restart of the agent, a new supervisor continues to supervise the jobs without restarting them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_next_agent_adopts_processes_of_any_origin(world: JobTree) -> None
 
 
 async def killed_agent(world: JobTree, *files: JobFile) -> dict[str, int]:
-    """Let an agent in another process start the jobs, then kill this agent with SIGKILL. Return the pid of each job's
+    """Start the jobs with an agent in another process, then kill this agent with SIGKILL. Return the pid of each job's
     process.
     """
     (world.base / "files.json").write_bytes(msgspec.json.encode(files))
@@ -113,7 +113,7 @@ async def test_process_that_died_without_an_agent_is_restarted(world: JobTree) -
 async def test_running_start_program_is_not_started_again_by_the_next_agent(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start program survives the agent's exit. The next agent waits for the process that it starts."""
+    """The start program survives the agent's exit. The next agent waits until it has started the process."""
     waits = asyncio.Event()
     real = ProcessFinder.arrival
 
@@ -247,7 +247,7 @@ async def test_supervisor_starts_no_process_while_it_is_on_hold(
 
 
 async def test_held_supervisor_adopts_running_processes(world: JobTree) -> None:
-    """The hold only delays starting processes. A process that is still running is adopted."""
+    """A hold only delays the start of processes. A process that is still running is adopted immediately."""
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
         worker = (await in_state(supervisor, "worker", "running")).pid
@@ -343,7 +343,7 @@ async def test_stop_that_could_not_be_saved_survives_a_restart(world: JobTree) -
 
 
 async def test_next_agent_completes_a_stop_of_which_only_the_marker_was_written(world: JobTree) -> None:
-    """The agent was killed during a stop, when it had only written the marker file."""
+    """The agent was killed during a stop, right after it had written the marker file."""
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
     world.paths.stopped_marker.touch()

@@ -114,7 +114,9 @@ async def test_daemon_may_write_its_pid_long_after_its_parent_has_exited(world: 
 
 
 async def test_start_program_that_outlives_its_process_is_replaced_after_a_cycle(world: JobTree) -> None:
-    """The service waits for a cycle, because the start program is still running and could start another process."""
+    """The start program is still running and could start another process, so the service waits for a cycle before it
+    restarts.
+    """
     lingering = "echo start >>$log; sleep 600 & echo $! >$pidfile; exec sleep 700"
     async with world.supervising(world.job("web", lingering)) as supervisor:
         await killed(supervisor, "web")
@@ -149,7 +151,7 @@ async def test_process_exit_is_logged_with_its_reason_and_fields(
 
 
 async def test_restarted_process_is_not_reported_as_running_before_it_has_settled(world: JobTree) -> None:
-    """The Director trusts the first "running", so quick restarts must not hide a crash loop."""
+    """The Director relies on the first "running" that it sees, so quick restarts must not hide a crash loop."""
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
         died_at = time.monotonic()
@@ -167,7 +169,7 @@ async def test_restarted_process_is_not_reported_as_running_before_it_has_settle
 
 
 async def test_zombie_process_of_a_service_is_treated_as_dead(world: JobTree) -> None:
-    """If the agent waited until a zombie is reaped, a parent that does not reap its children could hide the exit."""
+    """If the agent waited until the zombie is reaped, a parent that does not reap its children could hide the exit."""
     start = f"{sys.executable} -c '"
     start += 'import os,sys,time\npid=os.fork()\nif pid==0: os.execv("/bin/sleep",["sleep","600"])\n'
     start += 'open(sys.argv[1],"w").write(f"{pid}\\n")\ntime.sleep(600)\' $pidfile'
@@ -355,7 +357,7 @@ async def test_crash_restarts_the_dependants(world: JobTree) -> None:
 
 
 async def test_stop_by_a_rule_stops_the_dependants(world: JobTree) -> None:
-    """The dependants are stopped, and do not wait for the service to start again."""
+    """The dependants are stopped as well. They do not wait for the service to be started again."""
     job = world.job("a", COUNTED, STOP, "if does not exist then stop")
     async with world.supervising(job, *(await chain(world))[1:]) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c")
@@ -419,7 +421,7 @@ async def test_crash_restarts_unmonitored_dependants(world: JobTree) -> None:
 
 
 async def test_file_check_restarts_while_its_file_is_missing(world: JobTree) -> None:
-    """As in monit, a file check may have a stop and a start program, which a restart runs."""
+    """As in monit, a file check may have a stop and a start program, which are run to restart it."""
     flag = world.base / "flag"
     text = f"""
     check file rules with path {flag}

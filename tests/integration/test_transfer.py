@@ -209,7 +209,7 @@ async def test_put_sends_the_length_of_the_file(
 async def test_error_for_a_rejected_put_contains_the_status(
     server: BlobServer, transfer: Transfer, tmp_path: Path, how: str
 ) -> None:
-    """The server may answer before it has read the whole file. A redirect is an error too."""
+    """The server may answer before it has read the whole file. A redirect counts as an error as well."""
     server.plan = [how]
     with pytest.raises(BlobError) as caught:
         await put(transfer, f"{server.url}/new?{SECRET}", os.urandom(5_000_000), tmp_path)
@@ -306,7 +306,7 @@ async def test_download_of_an_endless_blob_fails_before_the_disk_is_full(
 async def test_invalid_request_url_is_rejected_without_retries(
     server: BlobServer, tmp_path: Path, url: str, headers: dict[str, str]
 ) -> None:
-    """In the past, such a request was tried three times with pauses, which delayed all other requests."""
+    """Such requests used to be tried three times with pauses, which delayed all other requests."""
     async with Transfer("", SURE, tmp_path) as transfer:
         with pytest.raises(LastingError, match="the URL or a header cannot be used$"):
             await transfer.download(url.format(url=server.url), headers, hashlib.sha256())

@@ -54,7 +54,7 @@ if sys.argv[1:3] == ["create", "cluster"]:
 
 
 class TrialRuns:
-    """Runs the trial with recorders, and returns the calls that it made."""
+    """Runs the trial with recorders in place of the programs, and gives access to the recorded calls."""
 
     def __init__(self, where: Path) -> None:
         self.state = where / "state"

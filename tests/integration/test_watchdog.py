@@ -1,4 +1,4 @@
-"""The watchdog ends an agent whose event loop is blocked, and the next agent adopts the jobs."""
+"""The watchdog terminates an agent whose event loop is blocked, and the next agent adopts the jobs."""
 
 from __future__ import annotations
 

@@ -31,8 +31,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def requirements(wheel: Path, extra: str = "") -> set[str]:
-    """Return the distributions that pip would install with the wheel, according to their metadata. Raises an error if
-    one of them is not installed here.
+    """Return the distributions that pip would install with the wheel, according to their metadata.
+
+    Raises an error if one of them is not installed in this environment.
     """
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]

@@ -71,7 +71,7 @@ def sha1(data: bytes) -> str:
 
 
 def kept(paths: Paths, data: bytes) -> BlobRef:
-    """Store these bytes as a blob on this machine. Return a reference to it."""
+    """Store these bytes as a local blob, and return a reference to it."""
     blob_id = str(uuid.uuid4())
     (paths.blobs / blob_id).write_bytes(data)
     return BlobRef(blob_id, digest=sha1(data))
@@ -199,8 +199,8 @@ async def test_failed_bundle_does_not_affect_other_bundles_in_the_same_worker(pa
 async def test_stalled_blobstore_fails_all_downloads_after_one_timeout(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If each download had its own timeout, the agent would wait two minutes for each of possibly hundreds of
-    packages.
+    """If each download waited for its own timeout, the agent would wait two minutes for each package, of which there
+    may be hundreds.
     """
     monkeypatch.setattr(installs, "PATIENCE_S", 0.0)
     good = kept(paths, tgz({"a": b"a"}))
@@ -218,9 +218,9 @@ async def test_stalled_blobstore_fails_all_downloads_after_one_timeout(
 async def test_worker_keeps_a_concurrently_installed_bundle_and_replaces_sources(
     paths: Paths,
 ) -> None:
-    """A bundle that another worker has installed in the meantime has the same content, so it is kept.
+    """If another worker has installed a bundle in the meantime, that bundle has the same content and is kept.
 
-    Sources may remain from an interrupted compilation, so they are replaced.
+    Sources may be left over from an interrupted compilation, so they are replaced.
     """
     for place in (paths.data_packages / "p" / "digest", paths.compile / "src"):
         place.mkdir(parents=True)
@@ -306,8 +306,8 @@ async def test_failed_worker_action_reports_the_error_and_leaves_no_files(
 async def test_worker_packs_and_uploads_logs(
     paths: Paths, tmp_path: Path, server: BlobServer, started: list[process.Process]
 ) -> None:
-    """The upload is reported as a step, and runs in the worker that packed the logs. If it is cancelled, it is counted
-    as failed.
+    """The worker that has packed the logs also uploads them, and reports the upload as a step. A cancelled upload is
+    counted as failed.
     """
     (tmp_path / "logs").mkdir()
     path, told = paths.tmp / "logs.tgz", list[str]()
@@ -429,7 +429,7 @@ async def test_killed_worker_leaves_no_partial_archive(
 async def test_files_of_a_killed_workers_blobstore_command_are_removed(
     paths: Paths, started: list[process.Process]
 ) -> None:
-    """The partial blob is removed. Files of other workers stay."""
+    """The partial blob of the killed worker is removed, but files of other workers stay."""
     paths.bosh_bin.mkdir(parents=True)
     command, others = paths.bosh_bin / "bosh-blobstore-x", files.sibling(protocol.scratch(paths, 1))
     command.write_text('#!/bin/sh\necho $$ >"$5"\nexec sleep 600\n')
@@ -450,7 +450,7 @@ async def test_files_of_a_killed_workers_blobstore_command_are_removed(
 
 
 async def test_worker_exits_with_its_parent(paths: Paths, server: BlobServer, tmp_path: Path) -> None:
-    """If the agent is killed, nobody would use the result."""
+    """If the agent is killed, nobody needs the worker's result any more."""
     server.plan = [http.SILENT]
     program = f"""
 import asyncio

@@ -141,7 +141,7 @@ async def test_cancelled_worker_is_killed_and_its_files_are_removed(
 
 
 def test_worker_whose_parent_is_gone_exits() -> None:
-    """The worker asks the kernel for a signal when its parent dies. The parent may already be dead at that time."""
+    """The worker asks the kernel to send it a signal when its parent dies. By then, the parent may already be dead."""
     with pytest.raises(SystemExit) as caught:
         worker.become_worker(1)
 
@@ -149,7 +149,7 @@ def test_worker_whose_parent_is_gone_exits() -> None:
 
 
 async def test_blob_transfers_are_counted_by_outcome(counted: Transfers, tmp_path: Path) -> None:
-    """Bytes are counted only for blobs that were transferred completely. Other work is not counted at all."""
+    """Bytes are counted only for complete transfers. Work other than transfers is not counted at all."""
     base, path = str(tmp_path), tmp_path / "blob"
     path.write_bytes(b"12345")
     await workers.work(Put(base, Blobstore(), str(path)))
