@@ -174,7 +174,7 @@ def monit_files(jobs: Path, names: list[str]) -> list[JobFile]:
 
 @action("stop", Mode.TASK)
 async def stop(agent: Agent, protocol: ProtocolVersion) -> str:
-    """Stop all jobs. With protocol 3, wait until none of their processes are left (agent/action/stop.go)."""
+    """Stop all jobs. From protocol version 3 on, wait until none of their processes are left (agent/action/stop.go)."""
     with errors_as("Stopping Monitored Services", ActionError, HostError):
         await agent.supervisor.stop(wait=protocol > 2)
     await record_health(agent)

@@ -49,8 +49,8 @@ TaskWork = Callable[[], Awaitable[Any]]
 
 
 class Task(msgspec.Struct):
-    """One long action. ``state`` is running (also while queued), done or failed. Replies to the Director contain only
-    the state running.
+    """A long action. ``state`` is running (also while queued), done or failed. Replies to the Director contain only the
+    state running.
 
     Arguments are not kept, because some are large or secret.
     """
@@ -122,7 +122,8 @@ class Tasks:
             raise ActionError(f"cannot queue {method}: {waiting} tasks are already queued; try again later")
 
     async def submit_persistent(self, method: str, work: TaskWork, request: bytes) -> Task:
-        """Queue a task that survives a restart of the agent and keeps its id (tasks.json).
+        """Queue a task and store its request in ``tasks.json``, so that it survives a restart of the agent under the
+        same id.
 
         Raises ``ActionError`` if the queue is full.
         """

@@ -53,10 +53,10 @@ _BROKEN: Final[tuple[type[Exception], ...]] = (  # type: ignore[assignment]  # i
 def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
     """Unpack all of ``source``, a tar file in any compression format, into the new directory ``into``.
 
-    With ``subtree``, which is used for rendered templates, the archive must be gzip, and only the content of that
-    directory (``job/…`` or ``./job/…``) is unpacked, directly into ``into``. Symbolic links may point anywhere, as
-    those in packages do to ``/var/vcap/packages/…``, but nothing is ever written through a link. If the archive is
-    invalid, ``into`` is removed and ``ArchiveError`` is raised.
+    If ``subtree`` is given, as for rendered templates, the archive must be gzip, and only the content of that directory
+    (``job/…`` or ``./job/…``) is unpacked, directly into ``into``. Symbolic links may point anywhere, as those in
+    packages do to ``/var/vcap/packages/…``, but nothing is ever written through a link. If the archive is invalid,
+    ``into`` is removed and ``ArchiveError`` is raised.
     """
     try:
         into.mkdir(mode=0o700)

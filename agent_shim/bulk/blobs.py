@@ -60,8 +60,8 @@ class Blobs:
             yield file
 
     async def put(self, path: Path, signed_url: str, headers: Mapping[str, str]) -> str:
-        """Store a file as a new blob and return the blob's id. With a signed URL, return "", because only the sender of
-        the URL knows the id.
+        """Store a file as a new blob and return the blob's id. If a signed URL is given, upload the file there and
+        return "", because only the sender of the URL knows the id.
         """
         if signed_url:
             with path.open("rb") as source:

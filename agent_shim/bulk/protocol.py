@@ -18,7 +18,7 @@ from agent_shim.core.settings import Blobstore
 
 
 class BlobRef(msgspec.Struct, frozen=True):
-    """Location and digest of a blob. With a signed URL the id is ignored."""
+    """Location and digest of a blob. If there is a signed URL, the id is ignored."""
 
     blob_id: str = ""
     signed_url: str = ""

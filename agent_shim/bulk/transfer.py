@@ -150,7 +150,7 @@ def _merged(own: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
 
 def _request_class(hesitate: float) -> type[aiohttp.ClientRequest]:
     class Hesitating(aiohttp.ClientRequest):
-        """A request that, like Go, sends its body after a while even if no "100 Continue" arrives."""
+        """A request that sends its body after a while even if no "100 Continue" arrives, as Go does."""
 
         def update_expect_continue(self, expect: bool = False) -> None:
             super().update_expect_continue(expect)

@@ -49,7 +49,7 @@ class Paths:
         self.tasks = self.bosh / "tasks.json"
         self.disk_hints = self.bosh / "persistent_disk_hints.json"
         self.with_credentials = (self.settings_cache, self.update_settings, self.former_mbus, self.disk_hints)
-        """Files that are links to files in ``settings_tmpfs`` if it is in use."""
+        """Files that contain credentials. If ``settings_tmpfs`` is in use, they are links to files in it."""
         self.stamp = self.bosh / "agent_shim.json"
         """File that says which instance owns this root file system, and which state backup belongs to it."""
         self.agent_lock = self.bosh / "agent_shim.lock"

@@ -66,7 +66,9 @@ class SshOptions(msgspec.Struct, frozen=True):
 
 
 class BpmOptions(msgspec.Struct, frozen=True):
-    """Options for bpm.yml. ``strict`` refuses to start a process that the container cannot isolate as requested."""
+    """Options for bpm.yml. If ``strict`` is set, a process that the container cannot isolate as requested is not
+    started.
+    """
 
     strict: bool = False
 

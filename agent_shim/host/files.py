@@ -127,8 +127,8 @@ def chown(path: Path | str, owner: str) -> None:
 
 
 def _settle(fd: int, mode: int, owner: str | None) -> None:
-    """Set the owner and then the mode of an open file, in this order because chown clears setuid and setgid bits.
-    Values that are already correct are not set again.
+    """Set the owner and then the mode of an open file or directory, in this order because chown clears setuid and
+    setgid bits. Values that are already correct are not set again.
     """
     uid, gid = owner_ids(owner) if owner else (-1, -1)
     now = os.fstat(fd)

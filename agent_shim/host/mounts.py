@@ -156,8 +156,8 @@ def set_flags(target: Path, flags: int) -> None:
 
 
 def unmount(target: Path, *, lazy: bool = False) -> None:
-    """Unmount the newest mount at ``target``. ``lazy`` detaches it immediately and unmounts it when it is no longer in
-    use.
+    """Unmount the newest mount at ``target``. If ``lazy`` is set, detach it immediately, and let the kernel unmount it
+    when it is no longer in use.
     """
     if _libc().umount2(os.fsencode(target), MNT_DETACH if lazy else 0) != 0:
         raise _refused(f"unmount {target}")

@@ -8,8 +8,8 @@ _WHOLE_RANGE = ["0", "0", "4294967295"]
 
 
 def is_inside(uid_map: str = "/proc/self/uid_map") -> bool:
-    """Return True if this process is in a user namespace, where not every uid is mapped to itself. Return False if the
-    kernel does not support user namespaces.
+    """Return True if this process is in a user namespace in which not every uid is mapped to itself. Return False if
+    the kernel does not support user namespaces.
     """
     try:
         with open(uid_map) as found:
