@@ -1,5 +1,5 @@
-"""Runs job scripts: lifecycle scripts, which run in parallel; drain scripts, which print an integer; and errands, whose
-output is returned.
+"""Runs job scripts. Lifecycle scripts run in parallel, drain scripts print an integer, and the output of an errand is
+returned to the Director.
 
 Arguments, environment, working directory, niceness and error texts match those of the Go agent (agent/script/,
 agent/action/run_errand.go). Output goes to files, because processes that a script leaves behind would keep a pipe open.

@@ -171,8 +171,8 @@ def plan_of(view: View) -> Placement:
 
 
 def plan(disks: Collection[Disk], *, on_store: str, managed: str, instance: str) -> Placement:
-    """Decide where the disks belong: first by the markers, then by the disk mounted last (``managed``), then by the
-    disk mounted now (``on_store``).
+    """Decide where the disks belong. The markers count first, then the disk mounted last (``managed``), then the disk
+    mounted now (``on_store``).
     """
     strangers = {disk.cid for disk in disks if _is_strange(disk, instance)}
     ours = [disk for disk in disks if disk.cid not in strangers]
@@ -376,7 +376,7 @@ def _former(view: View, new: Disk) -> Disk | None:
 
 
 def unmount(view: View, cid: str) -> list[Step]:
-    """Return the steps that unmount a disk wherever it is mounted, and that make sure that no restart mounts it
+    """Return the steps that unmount a disk wherever it is mounted, and prevent a restarted agent from mounting it
     again.
     """
     disk, point, steps = view.disks.get(cid), view.point_of(cid), list[Step]()
@@ -397,7 +397,7 @@ def unmount(view: View, cid: str) -> list[Step]:
 
 
 def begin_copy(view: View, old: str, new: str) -> list[Step]:
-    """Return the steps that have to precede copying the disk on the store to the disk on the migration target.
+    """Return the steps to carry out before the disk on the store is copied to the disk on the migration target.
 
     An empty cid stands for the disk that is mounted there. If the migration has already finished, there are no steps.
     """

@@ -17,7 +17,7 @@ from typing import Final
 from agent_shim.host import guarded
 
 MAX_LINE_BYTES: Final = 16 * 1024
-"""Maximum length of a line. The rest of a longer line is returned as the next one."""
+"""Maximum length of a line. The rest of a longer line is returned as the next line."""
 MAX_TAIL_BYTES: Final = 16 * 1024 * 1024
 """How many bytes, counted back from the end of a file, are searched for the last lines."""
 

@@ -74,7 +74,7 @@ class RotationLimits(msgspec.Struct, frozen=True):
 
 
 class Found(NamedTuple):
-    """A file below ``sys/log``. ``size`` is the size of its content without holes."""
+    """A file below ``sys/log``. ``size`` is the size of its content, not counting holes."""
 
     path: str
     size: int

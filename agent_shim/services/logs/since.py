@@ -76,8 +76,8 @@ class Since:
         self._is_wanted: dict[str, bool] = {}
 
     def is_wanted(self, file: str, line: bytes, changed_at: Callable[[], float]) -> bool:
-        """Return True for a line of ``file`` at or after the given time. ``changed_at`` returns the file's modification
-        time.
+        """Return True if a line of ``file`` was written at or after the given time. ``changed_at`` returns the file's
+        modification time, which decides until the first line with a time.
         """
         at = written_at(line)
         if at is not None:
