@@ -456,8 +456,8 @@ class Bpm:
         return list({each["path"]: each for each in reversed(found)}.values())
 
     def _packages_elsewhere(self) -> list[str]:
-        """Return the package directories that are outside of the agent's own. A deployment without a Director, for
-        example, only creates links to its packages, and the links may point anywhere.
+        """Return the package directories that are not below the agent's ``packages`` or ``data/packages``. A deployment
+        without a Director, for example, only creates links to its packages, and the links may point anywhere.
         """
         ends = {os.path.realpath(each) for each in self._paths.packages.glob("*")}
         own = [os.path.realpath(each) for each in (self._paths.packages, self._paths.data_packages)]

@@ -37,9 +37,8 @@ class Launcher(Protocol):
     async def stop(self, spec: ProcessSpec, running: Process | None, *, pid: int, is_ours: bool, by: float) -> None:
         """Stop the process and wait until it has exited. ``running`` is None if the process is unknown.
 
-        ``pid`` is passed to a stop program, ``is_ours`` says whether the process may be signalled, and ``by`` is the
-        monotonic time at which the process is killed. Raises ``HostError``, and ``TimeoutError`` if the stop takes too
-        long.
+        ``pid`` is passed to the stop program. ``is_ours`` is True if the process may be signalled. The process is
+        killed at the monotonic time ``by``. Raises ``HostError``, and ``TimeoutError`` if the stop takes too long.
         """
 
     async def last_words(self, spec: ProcessSpec) -> str:

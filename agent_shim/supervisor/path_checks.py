@@ -149,7 +149,7 @@ class PathWatch:
         return test.value or self._seen.setdefault(number, actual), actual
 
     def _digest(self, opened: Opener, status: os.stat_result, algorithm: Algorithm) -> str:
-        """Return the checksum. An unchanged file is not read again."""
+        """Return the file's checksum. If the file has not changed since the last call, it is not read again."""
         state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         known = self._digests.get(algorithm)
         if known is not None and known[0] == state:

@@ -88,7 +88,7 @@ class ServiceInfo(msgspec.Struct, frozen=True):
     own_mem_kb: int = 0
     own_mem_percent: float = 0.0
     own_cpu: float = 0.0
-    """The ``own_*`` fields exclude descendants. Units are those of ``process``."""
+    """The ``own_*`` fields are for the process without its descendants. They have the same units as in ``process``."""
     faults: tuple[str, ...] = ()
     """Faults of the running service, in monit's words and order."""
     mode: str = "active"

@@ -76,7 +76,7 @@ class Cycles:
         self._number = 0
 
     def is_due(self, now: float) -> bool:
-        """Return True if a check is due now, which happens once in every ``every`` cycles."""
+        """Return True if a check is due now. Of every ``every`` cycles, only the first has a check."""
         late = now - self._next_at
         if late < 0:
             return False

@@ -118,7 +118,9 @@ class ServiceContext(msgspec.Struct, frozen=True):
     changed: Callable[[], None]
     """Called after each change to persistent state."""
     was_oom: Callable[[], bool]
-    """Claim a kernel OOM kill that has not been attributed to another exit yet. Returns False if there is none."""
+    """Attribute one of the kernel's recent OOM kills to the exit that was just seen. Returns False if there is none
+    that has not been attributed to another exit yet.
+    """
     may_start: asyncio.Event
     """Cleared while no program may start. Services wait in their starting state."""
     history: History = msgspec.field(default_factory=History)

@@ -443,8 +443,8 @@ class Supervisor:
             raise unsaved
 
     async def _record_stop(self) -> HostError | None:
-        """Save a stop and write the marker "stopped". Return an error unless the next agent is sure to leave the jobs
-        stopped.
+        """Save a stop and write the marker "stopped". Return an error if the next agent might start the jobs again
+        nevertheless.
         """
         is_saved = await self._save()
         if self._is_sealed or self._is_wanted:  # the jobs may have been started in the meantime

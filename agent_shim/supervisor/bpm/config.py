@@ -451,7 +451,7 @@ _NOTHING: Final = yaml.ScalarNode(f"{_TAG}null", "")
 
 
 def _composed(text: str, origin: str) -> yaml.Node | None:
-    """Compose the first document of a file. Further documents are ignored."""
+    """Parse the first YAML document of a file into nodes. Further documents are ignored."""
     try:
         _measure(text, origin)
         loader = _LOADER(text)

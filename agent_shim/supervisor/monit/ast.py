@@ -197,9 +197,9 @@ class Rule(_Placed, frozen=True):
 class Check(_Placed, frozen=True):
     """One ``check`` statement, which monit calls a service.
 
-    A process has a ``pidfile`` or ``matching``, a regular expression for its command line; a host has an ``address``; a
-    system has none of these; all others have a ``path``. Names, groups and dependencies are not case-sensitive.
-    ``every`` is a number of cycles.
+    A process is identified by its ``pidfile`` or by ``matching``, a regular expression for its command line. A host has
+    an ``address``, and a system has none of these. All other kinds have a ``path``. Names, groups and dependencies are
+    not case-sensitive. ``every`` is a number of cycles.
     """
 
     kind: Kind

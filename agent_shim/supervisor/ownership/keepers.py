@@ -83,7 +83,7 @@ class _Lost(NamedTuple):
 
 
 def left(identities: Iterable[Identity]) -> list[Left]:
-    """Return a ``Left`` for each process, with the process name from the kernel. Blocks for some 10 microseconds per
+    """Return a ``Left`` for each process, with the process name from the kernel. Blocks for about 10 microseconds per
     process.
     """
     return [Left(pid, start, proc.name(pid)) for pid, start in identities]
