@@ -1,4 +1,4 @@
-"""Formats text for terminals with colours, and for pipes without."""
+"""Formats text with colours for terminals, and without colours for pipes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plain(text: str, colour: str) -> str:  # noqa: ARG001 - has the type Paint
 
 
 def coloured(text: str, colour: str) -> str:
-    """Return the text between ECMA-48 colour sequences, or unchanged for the colour ""."""
+    """Return the text between ECMA-48 colour sequences. If ``colour`` is "", return it unchanged."""
     return f"\x1b[{CODES[colour]}m{text}\x1b[0m" if colour else text
 
 

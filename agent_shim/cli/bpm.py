@@ -133,7 +133,7 @@ def _main(base: str, arguments: list[str]) -> int:
 
 
 def _may_ask(base: str) -> bool:
-    """Return True if the user is root, or is the agent's own user and the agent runs without root."""
+    """Return True for root and, if the agent does not run as root, for the agent's own user."""
     try:
         return os.geteuid() == 0 or os.geteuid() == os.stat(f"{base}/{SOCKET}").st_uid  # noqa: PTH116 - importing pathlib is slow
     except OSError:

@@ -281,7 +281,9 @@ def parser(only: str = "") -> argparse.ArgumentParser:
 
 
 Command = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
-"""A function that adds a command with a name, a function and a help text."""
+"""A function that adds a command, and returns its parser. The arguments are the command's name, the function that runs
+it, and its help text.
+"""
 
 
 def _add_daemon(command: Command) -> None:

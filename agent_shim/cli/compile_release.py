@@ -113,8 +113,8 @@ def _compile_all(tarballs: Sequence[Path], output: Path, stemcell: str, paths: P
 
 @dataclass(slots=True)
 class _ReleaseCompilation:
-    """The compilation of one release. ``_sources`` and ``_results`` are the packages' blobs in ``data/blobs``, keyed by
-    package.
+    """The compilation of one release. ``_sources`` and ``_results`` map each package to the blob with its source and to
+    the blob with the compiled package. These blobs are in ``data/blobs``.
     """
 
     tarball: Path
