@@ -85,7 +85,7 @@ class OrderlyStop(msgspec.Struct):
         logger.info("orderly stop: %s", self.summary)
 
     async def _script(self, name: str, work: Awaitable[None], until: float) -> None:
-        """Run one kind of script until ``until`` (monotonic) or until ``hurry`` is set."""
+        """Run all scripts of one kind. Terminate them at the monotonic time ``until``, or once ``hurry`` is set."""
         working = asyncio.ensure_future(work)
         if not await ended_before(self.hurry, working, until - time.monotonic()):
             self.reasons.append(f"{name} scripts were cut short")

@@ -69,9 +69,9 @@ logger = logging.getLogger(__name__)
 MONIT_HTTP: Final = "127.0.0.1:2822"
 MONIT_MAIL: Final = "127.0.0.1:2825"
 BUS: Final = "AGENT_SHIM_BUS"
-"""Environment variable whose value `off` keeps the agent off the bus. On a stemcell, `sv stop agent` restarts the agent
-with this value instead of stopping it, because the jobs must stay supervised, as monit supervises them on a stemcell
-with the Go agent.
+"""Environment variable whose value `off` keeps the agent off the bus. On a stemcell, `sv stop agent` does not stop the
+agent but restarts it with this value. The jobs therefore stay supervised, just as monit keeps supervising them when the
+Go agent is stopped.
 """
 VITAL: Final = frozenset({"bus", "heartbeat", "tasks"})
 """The essential root tasks. If one of them keeps failing, the agent restarts."""
