@@ -119,7 +119,7 @@ class Bundles:
         await self._in_thread(self._make_job_dirs, [job.name for job in jobs])
 
     def missing(self, wanted: Iterable[Bundle]) -> list[Bundle]:
-        """Return the bundles that are not installed."""
+        """Return the bundles of ``wanted`` that are not installed."""
         return [bundle for bundle in wanted if not self.path(bundle).is_dir()]
 
     async def link(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:

@@ -30,7 +30,7 @@ FETCH_TIMEOUT_S: Final = 45.0
 
 LOCALHOST: Final = "localhost"
 POLL_S: Final = 10.0
-"""Interval between checks whether the hosts file was replaced."""
+"""Interval between checks of whether the hosts file has been replaced."""
 
 
 class _Blob(msgspec.Struct, frozen=True):

@@ -57,8 +57,8 @@ async def _settle_resolved(servers: Sequence[str]) -> str | None:
 def resolv_conf(before: str, servers: Sequence[str]) -> str:
     """Return a resolv.conf that uses ``servers``.
 
-    If the text ``before`` already contains all ``servers``, it is not changed, because a job may have put its own
-    server first. Otherwise ``servers`` replace the container runtime's name servers. Search domains and options are
+    If the text ``before`` already contains all ``servers``, it is returned unchanged, because a job may have put its
+    own server first. Otherwise ``servers`` replace the container runtime's name servers. Search domains and options are
     kept, and so is a name server that bosh-dns has put first.
     """
     lines = before.splitlines()

@@ -1,8 +1,8 @@
 """Installs the trusted certificates from the Director on this machine, in addition to those of its image.
 
-Paths, command and limits are those of the Go agent (platform/cert/cert_manager.go). There are two differences. The
-command, ``update-ca-certificates``, takes a second, so it runs only after a change. If a new container lacks the
-certificates, they are installed again.
+The paths, the command and the limits match those of the Go agent (platform/cert/cert_manager.go). There are two
+differences. The command, ``update-ca-certificates``, takes a second, so it runs only after a change. If a new container
+lacks the certificates, they are installed again.
 """
 
 from __future__ import annotations

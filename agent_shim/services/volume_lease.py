@@ -238,7 +238,7 @@ class VolumeLeases:
         return ""
 
     def _taker(self, directory: Path, hold: Hold) -> str:
-        """Return the agent that has taken this agent's volume, or "". If the lease cannot be read, return "" too."""
+        """Return the agent that has taken this agent's volume, or "" if there is none or the lease cannot be read."""
         try:
             lease = _decoded(os.pread(hold.descriptor, _MAX_BYTES, 0))
         except OSError as exc:

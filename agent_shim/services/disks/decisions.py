@@ -470,7 +470,9 @@ def _show(disk: Disk, point: MountPoint) -> list[Step]:
 
 
 def _settle(view: View, disk: Disk, role: Role) -> list[Step]:
-    """Return the steps that mount a disk in a role and record the role."""
+    """Return the steps that mount a disk on the store or the migration target, depending on ``role``, and record the
+    role.
+    """
     point = view.store if role == "store" else view.target
     undo = None if point.path == disk.volume else point.path
     return [*_show(disk, point), *_claim(view, disk, role, undo)]

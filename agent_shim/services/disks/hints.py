@@ -96,7 +96,7 @@ def _texts(given: Mapping[str, Any], members: Mapping[str, str]) -> dict[str, st
 
 
 def known(persistent: Mapping[str, Any], env: Env, stored: Mapping[str, DiskSettings]) -> dict[str, DiskSettings]:
-    """Return all disks by cid: those of the settings, overridden by the stored hints.
+    """Return all disks, keyed by cid. A stored hint overrides the entry of the same disk in the settings.
 
     Old CPIs name disks in the settings. A stored hint without a path does not override such an entry. An entry with an
     empty cid is ignored.
