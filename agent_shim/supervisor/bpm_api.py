@@ -1,4 +1,4 @@
-"""Answers the requests that the ``bpm`` command sends to the agent. Error texts are those of bpm
+"""Answers the requests that the ``bpm`` command sends to the agent. The error texts match those of bpm
 (``src/bpm/commands``).
 """
 

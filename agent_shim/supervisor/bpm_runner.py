@@ -167,8 +167,8 @@ class Bpm:
             bpm.check_volume(volume.path, job=job, root=PurePosixPath(self._paths.base))
 
     def find(self, job: str, name: str) -> Identity | None:
-        """Return the pid and start time of the running process, even if an earlier agent started it, or None. Blocks
-        while it reads the pidfile and /proc.
+        """Return the pid and start time of the process if it is running, otherwise None. The process is found even if
+        an earlier agent started it. Blocks while it reads the pidfile and /proc.
         """
         entry = self._entry(job, name)
         pidfile = process_record.read_own(entry.pidfile)

@@ -50,9 +50,9 @@ class Programs:
     that of all other programs.
 
     The working directory of programs and scripts is an empty directory owned by root, because some of them change the
-    owner of their working directory: stackdriver-nozzle in gcp-tools-release gives ``.`` to vcap (under runit, this is
-    monit's service directory). The directory is directly below the base, as is the Go agent's working directory,
-    because an errand of shared-redis-release reads ``../jobs/smoke-tests/config.json``.
+    owner of their working directory. For example, stackdriver-nozzle in gcp-tools-release gives ``.`` to vcap (under
+    runit, this is monit's service directory). The directory is directly below the base, as is the Go agent's working
+    directory, because an errand of shared-redis-release reads ``../jobs/smoke-tests/config.json``.
     """
 
     def __init__(self, paths: Paths) -> None:

@@ -273,8 +273,8 @@ def _responses(service: Service) -> Iterator[ResponseInfo]:
 def _percent(ticks: int, seconds: float) -> float:
     """Return CPU time as a percentage of all processors.
 
-    The result is never negative, even if ``ticks`` is: the CPU time of a descendant is no longer counted once it has
-    exited.
+    The result is never negative, even if ``ticks`` is. That happens because the CPU time of a descendant is no longer
+    counted once it has exited.
     """
     share = 100 * ticks / clock.TICKS / max(seconds, MIN_SAMPLE_S) / PROCESSORS
     return min(100.0, max(0.0, share))

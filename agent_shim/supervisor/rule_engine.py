@@ -135,7 +135,7 @@ class _ServiceChecks:
 
 
 class RuleEngine:
-    """Evaluates the rules of all services. ``run`` is the endless task."""
+    """Evaluates the rules of all services. ``run`` never returns."""
 
     def __init__(self, services: Callable[[], Iterable[Service]], memory_total: Callable[[], int], period: float):
         """Create the engine. ``memory_total`` returns the number of bytes that counts as 100 percent of memory.

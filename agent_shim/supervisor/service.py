@@ -661,8 +661,8 @@ class Service:
         If the start program has exceeded its timeout and is still running, the delay begins when it exits, because a
         second start program at the same time could start the job twice.
 
-        If the service is not restarted, the file's reaction to a missing process is carried out in each cycle, as in
-        monit.
+        If the service is not restarted, the action that its monit file defines for a missing process is carried out in
+        each cycle, as in monit.
         """
         is_restarted, finder = self.spec.is_restartable, self._finder
         while True:

@@ -373,8 +373,8 @@ class Supervisor:
     # --- requests to all services -------------------------------------------------------------------------------------
 
     async def start(self, *, is_asked: bool = True) -> None:
-        """Start all jobs without waiting. This includes services outside the group vcap, because monit starts them at a
-        reload.
+        """Start all jobs, without waiting until they are running. This includes services outside the group vcap,
+        because monit starts them at a reload.
 
         ``is_asked`` means that the start was requested. If such a start cannot be saved for the next agent, raise
         ``HostError`` and start nothing.

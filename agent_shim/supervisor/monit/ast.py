@@ -95,8 +95,8 @@ class Changed(msgspec.Struct, frozen=True):
 
 
 class Unlike(msgspec.Struct, frozen=True):
-    """A value differs from the expected value, which is a mode in octal digits, an owner, or a checksum. If the
-    expected checksum is "", it is the checksum at the first check.
+    """A value differs from the expected value, which is a mode in octal digits, an owner, or a checksum. An expected
+    checksum of "" stands for the checksum at the first check.
     """
 
     what: Literal["checksum", "gid", "permission", "uid"]

@@ -275,8 +275,9 @@ OPTIONS: Final[Mapping[str, _Option]] = {
 class Problem(msgspec.Struct, frozen=True):
     """A conflict between files. ``service`` is defined at ``origin`` and ``line``.
 
-    A ``duplicate`` is the later definition; a ``missing`` dependency names an undefined service; a ``cycle`` is
-    reported at one of its services.
+    ``duplicate`` means that the service is already defined elsewhere. ``missing`` means that it depends on an undefined
+    service. ``cycle`` means that it depends on itself, perhaps indirectly; each cycle is reported for only one of its
+    services.
     """
 
     kind: Literal["duplicate", "missing", "cycle"]

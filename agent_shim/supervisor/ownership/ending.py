@@ -1,4 +1,4 @@
-"""The ways in which a service's process can end or get lost, and the case that the path of a check is missing."""
+"""Values that describe how a service lost its process, or that the path of a check is missing."""
 
 from __future__ import annotations
 

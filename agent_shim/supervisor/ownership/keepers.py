@@ -146,7 +146,7 @@ class Keepers:
     async def run(self, label: str, program: keeper.Program, out: int | Path | None, err: int | Path | None) -> Process:
         """Run a program below a new keeper. Its streams are descriptors, files to append to, or None for ``/dev/null``.
 
-        The returned ``Process`` may already have exited. Raises ``HostError`` "cannot run PROGRAM: why".
+        The returned ``Process`` may already have exited. Raises ``HostError`` with the text "cannot run PROGRAM: why".
         """
         with contextlib.ExitStack() as opened:
             streams = [

@@ -39,12 +39,12 @@ class Timing(msgspec.Struct, frozen=True):
     back-off.
     """
     eager: float = 60.0
-    """For this long after a requested start, the delays between restarts are shorter, because the Director may be
+    """How long after a requested start the delays between restarts are shorter. During this time, the Director may be
     waiting for a process that keeps failing until another process is up.
     """
     eager_limit: float = 1.0
-    """Longest delay between restarts during the ``eager`` period. Together with ``settle``, it is shorter than a cycle,
-    because monit would report the process as running after one cycle.
+    """Longest delay between restarts during the ``eager`` period. The sum of this delay and ``settle`` is less than a
+    cycle, so that a process is reported as running no later than with monit, which does so after one cycle.
     """
     stop: float = 30.0
     """How long a process without a stop program may take to exit after TERM."""
@@ -200,7 +200,7 @@ class ProcessFinder:
         record.named_by = None
 
     async def gone(self, spec: ProcessSpec) -> Ending:
-        """Wait until the process exits or the path disappears, and return how that happened."""
+        """Wait until the process exits or the path disappears, and return what happened."""
         if self.doubted is not None and self.process is None:
             return ending.NoPid()
         if spec.is_process:
