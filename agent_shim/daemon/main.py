@@ -122,7 +122,7 @@ class Daemon:
         return self._stage if self._live is None else self._live.phase
 
     async def serve(self) -> int:
-        """Boot, answer requests, and exit on SIGTERM or SIGINT while the jobs keep running.
+        """Boot, answer requests, and exit on SIGTERM or SIGINT, leaving the jobs running.
 
         As PID 1 of a container, the daemon first stops the jobs in order, because the container stops when PID 1 exits.
         """
