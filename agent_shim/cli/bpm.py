@@ -1,8 +1,8 @@
 """The command ``bpm`` for release scripts and operators: sends requests to the running agent.
 
 Verbs, flags, texts and exit codes follow bpm-release (``src/bpm/commands``, ``docs/public_interface.md``), which parses
-its command line with cobra. Drain scripts call ``bpm`` in loops, so each verb imports only the modules that it needs,
-for speed.
+its command line with cobra. Each verb imports only the modules that it needs, so that it starts quickly, because drain
+scripts call ``bpm`` in loops.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def _log(call: CommandLine, stream: str) -> Log:
 
 
 def _trace(call: CommandLine) -> int:
-    """Trace the process and its children with strace (bpm itself traces the container's init). Ctrl-C ends the trace
+    """Trace the process and its children with strace (the real bpm traces the container's init). Ctrl-C ends the trace
     with exit code 0.
     """
     tree = _ask(call, "tree")

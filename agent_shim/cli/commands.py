@@ -36,7 +36,7 @@ REACHED: Final = {
     "stop": frozenset({"stopped"}),
     "unmonitor": frozenset({"unmonitored", "stopped"}),
 }
-"""Maps each action on services to the phases in which the action is complete for a service."""
+"""For each action on a service, the phases in which the service can be once the action is complete."""
 
 CHANGES: Final = {
     "start": "start services and their dependencies",

@@ -138,7 +138,7 @@ class _ReleaseCompilation:
         return self._write(manifest)
 
     def remove_blobs(self) -> None:
-        """Remove sources and results of this release from ``data/blobs``."""
+        """Remove the blobs with the sources and with the compiled packages of this release from ``data/blobs``."""
         for path in [*self._sources.values(), *self._results.values()]:
             files.remove_tree(path)
 

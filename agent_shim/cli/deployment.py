@@ -95,9 +95,8 @@ class Group(msgspec.Struct):
 
     @property
     def default_network(self) -> str:
-        """Return the name of the network that gives the instance its address. This is the default network for
-        ``addressable`` or, if there is none, the default network for ``gateway`` or, if there is none either, the first
-        network.
+        """Return the name of the network that gives the instance its address: the default network for ``addressable``,
+        else the default network for ``gateway``, else the first network.
         """
         for purpose in ("addressable", "gateway"):
             for network in self.networks or ():

@@ -69,7 +69,7 @@ INITS: Final = frozenset({"s6-svscan", "systemd", "runsvdir", "init", "tini", "d
 LOGIN_PROGRAMS: Final = ("useradd", "usermod", "userdel", "sshd", "ssh-keygen")
 SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 OF_A_KUBELET: Final = re.compile(r"/pods/[0-9a-f-]{32,36}/(?:etc-hosts|containers/(?P<container>[^/]+))")
-"""Path on a node from which a kubelet mounts the hosts file and the termination log into containers."""
+"""Matches the path on a node from which a kubelet mounts the hosts file or the termination log into a container."""
 DISKS_OF_WARDEN: Final = Path("/warden-cpi-dev")
 """A directory on the host. The warden CPI mounts it into containers and mounts disks below it. With other CPIs, each
 disk is a separate mount.

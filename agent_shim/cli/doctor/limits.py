@@ -293,4 +293,4 @@ LIMITS: Final[Mapping[str, Consequence]] = {
         more=", an image with nftables, a network of its own",
     ),
 }
-"""The limits by name."""
+"""Maps the name of each limit to its consequence."""
