@@ -244,7 +244,8 @@ async def test_a11_start_writes_monit_files_in_reverse_and_removes_the_marker(wo
 async def test_a11_start_updates_the_backup_before_its_reply(world: LocalAgent) -> None:
     """The stopped marker has been removed from the backup by the time ``start`` is answered.
 
-    Otherwise, if the container ended right afterwards, the agent in the next container would not start the jobs.
+    If the marker were still in the backup and the container exited right after the answer, the agent in the next
+    container would not start the jobs.
     """
     spec, stopped = (world.paths.mirror / path.name for path in (world.paths.spec, world.paths.stopped_marker))
     await deployed(world, "web")

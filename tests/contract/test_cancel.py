@@ -1,4 +1,4 @@
-"""Cancelling an errand or a drain also ends every process that it has started."""
+"""Cancelling an errand or a drain also terminates every process that it has started."""
 
 from __future__ import annotations
 

@@ -415,7 +415,7 @@ async def test_compilation_progress_is_reported(world: LocalAgent) -> None:
     ],
 )
 async def test_cancelled_compilation_leaves_no_process_and_no_file(world: LocalAgent, packaging: str) -> None:
-    """The script's processes end even if they ignore SIGTERM, leave the session, drop their environment or are
+    """The script's processes are killed even if they ignore SIGTERM, leave the session, drop their environment or are
     orphaned.
     """
     task_id, child = await begun(world, packaging)

@@ -273,7 +273,7 @@ async def test_missing_or_slow_blobstore_command_is_reported(paths: Paths, monke
 
 
 async def test_cancelled_blobstore_command_is_killed_with_its_children(paths: Paths, tmp_path: Path) -> None:
-    """The command's temporary files are removed too."""
+    """The temporary files of the command are removed as well."""
     program(paths, f"echo $$ >{tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; sleep 1000")
     getting = asyncio.create_task(content(made(paths, "x")))
     await until((tmp_path / "pid").exists)

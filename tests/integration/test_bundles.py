@@ -318,7 +318,7 @@ async def test_job_directories_are_created_but_existing_ones_keep_their_modes(
 @pytest.mark.attack("a request passes a path or an option as the name of a blob, a blobstore provider or an agent")
 @pytest.mark.parametrize("blob_id", ["../x", "a/b", "", "tmp/.."])
 async def test_blob_with_an_unsafe_name_is_rejected(paths: Paths, bundles: Bundles, blob_id: str) -> None:
-    """Such a blob is neither stored nor deleted."""
+    """A blob with an unsafe name is neither stored nor deleted."""
     (paths.data / "x").touch()
     with pytest.raises(BlobError, match="it is not a plain name"):
         await bundles.keep_blob(blob_id, sha1(b"data"), b"data")

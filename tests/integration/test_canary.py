@@ -21,7 +21,7 @@ seconds apart.
 
 
 class NotRunningError(Exception):
-    """The instance does not run at the end of its watch time. The message names its failed processes."""
+    """The instance is not running when its watch time is over. The message names its failed processes."""
 
 
 async def wait_until_running(instance: RunningAgent) -> int:

@@ -78,7 +78,7 @@ async def test_status_names_the_package_that_is_being_compiled(machine: Machine)
 
 
 async def test_agent_exit_ends_the_running_compilation(machine: Machine) -> None:
-    """All processes of the compilation end, and all its files are removed."""
+    """All processes of the compilation are killed, and all its files are removed."""
     pids = await compiling(machine)
     begun_at = time.monotonic()
     await machine.stop_agent()

@@ -658,7 +658,7 @@ async def test_unmount_waits_for_processes_to_release_the_disk(instance: Instanc
 
 
 @each_way
-async def test_unmount_ends_processes_of_jobs(instance: InstanceWithVolumes) -> None:
+async def test_disk_unmount_kills_processes_of_jobs(instance: InstanceWithVolumes) -> None:
     """Processes of a job that still use the disk are killed. After that, the disk is checked again, even if the time
     limit has passed.
     """
@@ -673,7 +673,7 @@ async def test_unmount_ends_processes_of_jobs(instance: InstanceWithVolumes) -> 
 
 
 @each_way
-async def test_unmount_ends_processes_of_a_job_in_parallel(instance: InstanceWithVolumes) -> None:
+async def test_disk_unmount_ends_processes_of_a_job_in_parallel(instance: InstanceWithVolumes) -> None:
     """All processes get SIGTERM before the first grace period is over. If they were terminated one after the other, the
     request would take minutes.
     """

@@ -416,7 +416,7 @@ def with_more(document: Any) -> Any:
     return [with_more(member) for member in document] if isinstance(document, list) else document
 
 
-async def test_other_agent_version_adopts_all_processes(instance: RunningAgent) -> None:
+async def test_agent_of_another_version_adopts_all_processes(instance: RunningAgent) -> None:
     """The state files were written by another version. Members that this version does not know are ignored."""
     await instance.start_agent()
     await deploy(instance, {"web": job(instance, "web"), "db": job(instance, "db")})

@@ -30,7 +30,9 @@ def keeper_of(supervisor: Supervisor) -> int:
 
 
 async def test_service_and_its_stop_fail_after_its_keeper_was_killed(world: JobTree) -> None:
-    """The reason names the processes that may belong to the service. Once they have ended, the stop succeeds."""
+    """The reason names the processes that may belong to the service. Once these processes have exited, the stop
+    succeeds.
+    """
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     async with world.supervising(job) as supervisor:
@@ -145,7 +147,7 @@ async def test_next_agent_learns_the_exit_status_of_a_process_that_exited_withou
 async def test_next_agent_does_not_mistake_itself_for_an_orphan(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Orphans are children of PID 1. Under systemd, the agent itself is a child of PID 1 too."""
+    """Orphans are children of PID 1, but under systemd, so is the agent itself."""
     job = world.job("web")
     with reaper.reaping():
         async with world.supervisor() as supervisor:

@@ -212,7 +212,7 @@ async def test_galera_agent_stops_and_starts_its_service_over_monit_http(world: 
 async def test_monit_http_actions_are_executed_or_rejected(world: JobTree) -> None:
     """As in monit, the HTTP status is 404 for an unknown service and 400 for an unknown action.
 
-    Pages for people, such as summary, status and HTML, are served too.
+    Pages for people are served as well, namely the summary, the status and HTML.
     """
     async with listening(world, world.job("web")) as (supervisor, where):
         first = (await in_state(supervisor, "web", "running")).pid

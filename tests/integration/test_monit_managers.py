@@ -151,8 +151,8 @@ async def place(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
 
 
 async def test_monit_daemon_keeps_processes_running_under_a_service_manager(place: MonitService) -> None:
-    """The daemon is restarted, reloaded, ended with ``monit quit``, killed and stopped. The jobs' processes survive all
-    of this, and none is started twice.
+    """The daemon is restarted, reloaded, stopped with ``monit quit``, killed, and stopped by the service manager. The
+    jobs' processes survive all of this, and none is started twice.
     """
     vm, manager = place.vm, place.manager
 

@@ -133,8 +133,8 @@ async def test_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str
     "subject", ["agent.agent", "agent.other", "director.>", "hm.agent.alert.other", "$SYS.REQ.SERVER.PING", ">"]
 )
 async def test_forged_reply_subject_reaches_no_other_client(tmp_path: Path, subject: str) -> None:
-    """A reply to the agent's own subject is dropped too. Otherwise the agent would receive it as a request and answer
-    its own answers forever.
+    """The reply is also dropped if it is addressed to the agent's own subject, because the agent would receive it as a
+    request and answer its own answers forever.
     """
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
@@ -155,7 +155,7 @@ async def test_forged_reply_subject_reaches_no_other_client(tmp_path: Path, subj
 
 @pytest.mark.attack("another agent reads requests, replies or inboxes of others, or publishes in their name")
 @pytest.mark.parametrize("subject", ["agent.agent", "director.x.agent.y", "hm.agent.heartbeat.agent"])
-async def test_other_agent_can_neither_send_requests_to_an_agent_nor_publish_for_it(
+async def test_agent_can_neither_send_requests_to_another_agent_nor_publish_for_it(
     tmp_path: Path, subject: str
 ) -> None:
     async with talking(tmp_path) as talk:

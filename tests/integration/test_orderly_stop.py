@@ -1,4 +1,4 @@
-"""The orderly stop, which drains and stops all jobs when their container ends."""
+"""The orderly stop, in which the agent drains and stops all jobs when the container is stopped."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ async def test_orderly_stop_does_not_drain_jobs_that_the_director_stopped(world:
 
 
 async def test_process_ended_by_a_drain_script_is_not_restarted(world: LocalAgent) -> None:
-    """The drain scripts of many releases end the job's process themselves. The agent must not treat this as a crash."""
+    """The drain scripts of many releases terminate the job's process themselves. The agent must not treat this as a
+    crash.
+    """
     gate = world.paths.base / "gate"
     drain = f"kill $(cat {world.paths.run}/web/web.pid)\nwhile [ ! -e {gate} ]; do sleep 0.02; done\necho 0\n"
     await started(world, web={**jobs.sleeper(world.paths, "web"), "bin/drain": f"#!/bin/sh\n{drain}"})
@@ -123,8 +125,8 @@ async def test_orderly_stop_that_kills_processes_names_them_and_is_unclean(
 
 
 async def test_orderly_stop_ends_processes_outside_all_groups(world: LocalAgent) -> None:
-    """The Director does not see processes outside the group vcap, but its start request starts them, as monit's reload
-    would. They must therefore be stopped too.
+    """Processes outside the group vcap must be stopped as well. The Director does not see them, but its start request
+    starts them, as monit's reload would.
     """
     pidfiles = {name: world.paths.run / f"{name}/{name}.pid" for name in ("drained", "stopped")}
     files = {name: jobs.sleeper(world.paths, name) for name in pidfiles}

@@ -119,7 +119,7 @@ async def test_pidfile_that_is_empty_for_a_moment_causes_no_restart(world: JobTr
 
 
 async def test_restarted_agent_ends_a_process_with_an_invalid_pidfile(world: JobTree) -> None:
-    """The process still belongs to the service, so it must end before its successor starts."""
+    """The process still belongs to the service, so it must exit before its successor starts."""
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
         supervisor.hold()

@@ -224,8 +224,8 @@ asyncio.run(main())
 
 @pytest.mark.attack("a job joins the process group of another script, a worker or sshd")
 async def test_process_cannot_join_the_group_of_a_spawned_program(env: dict[str, str], tmp_path: Path) -> None:
-    """Otherwise a process that an earlier script left behind could join the process group of root's script and receive
-    the signals that the agent sends to the group.
+    """If a process that an earlier script left behind joined the process group of root's script, it would receive the
+    signals that the agent sends to this group.
     """
     victim = process.spawn(["/bin/sleep", "600"], env=env)
     joining = f"import os; os.setpgid(0, {victim.pid})"

@@ -104,7 +104,7 @@ class ScrapedAgent:
 
 @asynccontextmanager
 async def agent(scratch: Path, config: dict[str, Any], *prefix: str) -> AsyncIterator[ScrapedAgent]:
-    """Run an agent whose files are in ``scratch``. When it ends, its jobs end too."""
+    """Run an agent whose files are in ``scratch``. When the block ends, the agent and its jobs are stopped."""
     scratch.mkdir(exist_ok=True)
     port = free_port()
     written = scratch / "agent.json"

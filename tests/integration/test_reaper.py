@@ -44,7 +44,7 @@ async def test_reaper_reaps_all_dead_children_including_earlier_ones() -> None:
         child.returncode = 0  # otherwise subprocess would wait for it
 
 
-async def test_many_exits_do_not_displace_other_signals(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_many_child_exits_do_not_displace_other_signals(capfd: pytest.CaptureFixture[str]) -> None:
     """Thousands of SIGCHLD signals must not fill asyncio's wake-up pipe. If they did, SIGTERM would be lost, and
     asyncio would print a warning for each signal.
     """

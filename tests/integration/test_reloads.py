@@ -50,7 +50,7 @@ def proxy(world: JobTree, reload: str, *, is_of_another_job: bool = False) -> li
 async def test_process_that_replaces_the_main_process_in_a_reload_is_followed_and_stopped(
     world: JobTree, how: str, old: str, is_of_another_job: bool
 ) -> None:
-    """The start program does not run again, and the stop ends both the old and the new process."""
+    """The start program does not run again. A later stop terminates both the old and the new process."""
     # A daemon empties its pidfile before it writes its pid. Two consecutive checks must not both see the empty file,
     # even on a busy machine, so leave enough time between checks.
     world.timing = msgspec.structs.replace(world.timing, look=0.5)

@@ -148,8 +148,8 @@ def test_overlay_adds_users_and_groups(debian: Path) -> None:
 
 @pytest.mark.parametrize(("version", "knows"), [("252.39-1~deb12u1", False), ("1:257.9-1", True), (None, False)])
 def test_overlay_omits_unit_keys_unknown_to_older_systemd(debian: Path, version: str | None, knows: bool) -> None:
-    """The overlay reads systemd's version from dpkg's status file. If systemd is not installed, the keys are omitted
-    too.
+    """The overlay reads systemd's version from dpkg's status file. The keys are also omitted if systemd is not
+    installed.
     """
     package = f"systemd\nVersion: {version}" if version else "dpkg\nVersion: 300"
     put(debian, "var/lib/dpkg/status", f"Package: {package}\n\n")

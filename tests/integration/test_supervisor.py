@@ -255,7 +255,9 @@ async def test_process_started_by_hand_is_ended_only_by_its_stop_program(world: 
 
 
 async def test_process_started_by_monit_is_adopted(world: JobTree) -> None:
-    """After an upgrade from the Go agent and monit, the process is not started again, and its stop program ends it."""
+    """After an upgrade from the Go agent and monit, the process is not started again. It can be stopped with its stop
+    program.
+    """
     command = "/bin/sh", "-c", "while :; do sleep 600; done", world.base / "web"
     monits = foreign(*command, TEST_OF=str(world.base), PATH="/bin")
     world.pidfile("web").write_text(f"{monits}\n")
@@ -467,7 +469,7 @@ async def test_stop_works_without_a_stop_program_and_without_a_running_process(
 ) -> None:
     """If a job has no stop program, the agent kills the process, unlike monit.
 
-    If a drain has already ended the process, the stop program still runs, because it may have other tasks.
+    If the process has already exited during a drain, the stop program still runs, because it may have other tasks.
     """
     async with world.supervising(world.job("web", None, stop)) as supervisor:
         found = await in_state(supervisor, "web", "running")

@@ -262,9 +262,10 @@ async def test_held_supervisor_adopts_running_processes(world: JobTree) -> None:
 
 
 async def test_new_container_with_the_same_pids_is_recognized(world: JobTree) -> None:
-    """The containers of a pod may share their pids. Then only the new root file system shows that the container is new.
+    """The containers of a pod may share their pids. In this case, only the new root file system shows that the
+    container is new.
 
-    The monit files for operators are restored too.
+    The monit files for operators are restored as well.
     """
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
@@ -408,8 +409,8 @@ async def test_supervisor_state_that_could_not_be_saved_is_saved_later(
 
 
 async def test_stop_program_runs_only_after_the_stop_is_saved(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the stop program ran before the save and the agent were killed in between, the next agent would restart the
-    process as if it had crashed.
+    """If the stop program ran first and the agent were killed before the save, the next agent would restart the process
+    as if it had crashed.
     """
     at_save: list[str] = []
     real = files.write_atomic

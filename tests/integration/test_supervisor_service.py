@@ -36,9 +36,9 @@ async def killed(supervisor: Supervisor, name: str) -> int:
 async def test_killed_process_is_restarted_immediately_and_its_exit_status_reported(
     world: JobTree, start: str | None
 ) -> None:
-    """All polling intervals are ten minutes in this test, so the restart must not depend on polling.
+    """All polling intervals are ten minutes in this test, so a restart that depends on polling would come too late.
 
-    A daemon that has forked twice becomes a child of the agent, so its exit status is known too.
+    A daemon that has forked twice becomes a child of the agent, so the agent knows its exit status as well.
     """
     world.timing = replace(world.timing, backoff_first=600, look=600, settle=600)
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -68,8 +68,8 @@ ap-mongodb-shard-release does.
 
 
 async def test_start_program_that_replaces_its_first_daemon_is_not_interrupted(world: JobTree) -> None:
-    """The service is failing while the first daemon has ended and the second has not started, but the start program is
-    not run again.
+    """After the first daemon has exited and before the second one has started, the service is failing, but the start
+    program is not run again.
 
     monit checks only every ten seconds, so it would hardly notice the gap.
     """
@@ -311,9 +311,10 @@ async def all_in(supervisor: Supervisor, state: str, *names: str) -> None:
 
 
 async def test_single_service_stops_and_starts_with_its_dependants(world: JobTree) -> None:
-    """Scripts stop a single service before a backup and start it afterwards. Its dependants stop and start too.
+    """Scripts stop a single service before a backup and start it afterwards. The dependants of the service stop and
+    start with it.
 
-    If services that it depends on are stopped, they are started first. Other services keep running.
+    If services that it depends on are stopped, they are started first. Unrelated services keep running.
     """
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")

@@ -74,7 +74,7 @@ def open_files() -> int:
 
 async def test_url_is_requested_unchanged(server: BlobServer, transfer: Transfer) -> None:
     """The URL may contain a signature, which is valid only for the exact spelling of the URL. Additional headers are
-    sent too.
+    also sent unchanged.
     """
     query = "a=%2f%2F&b=1+2%20&c=~%7e&X=%3d=&sig=a%2Bb%3D"
     assert await got(transfer, f"{server.url}/b?{query}", extra="header") == BLOB
@@ -158,7 +158,7 @@ async def test_stalled_get_times_out(server: BlobServer, tmp_path: Path, how: st
 async def test_error_names_an_unreachable_host_or_proxy(
     transfer: Transfer, monkeypatch: pytest.MonkeyPatch, url: str, text: str
 ) -> None:
-    """Invalid URLs are reported in the same way. A proxy is named without its password."""
+    """Invalid URLs are reported like unreachable hosts. A proxy is named without its password."""
     said = await failure(transfer, url)
 
     assert said.startswith(text)

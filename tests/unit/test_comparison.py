@@ -375,7 +375,7 @@ def test_comparison_tolerates_small_differences_in_vitals_but_not_in_other_value
 
 
 def test_comparison_ignores_the_memory_of_a_process_that_has_just_started(tmp_path: Path) -> None:
-    """An example is minecraft in minecraft-boshrelease, on an overloaded machine."""
+    """minecraft in minecraft-boshrelease is an example if the machine is overloaded."""
     new, loaded = ({"state": {"processes[web].mem.kb": size}} for size in (4128, 17448))
 
     assert judged(tmp_path, phase("update: start", values=new), phase("update: start", values=loaded)).kind == "equal"
@@ -538,7 +538,7 @@ def test_comparison_gives_no_verdict_if_no_process_runs_under_either_agent(tmp_p
 
 
 def test_comparison_allows_monit_to_refuse_a_request_during_a_stop(tmp_path: Path) -> None:
-    """This happens with mongodb in mongodb-service-release."""
+    """For example, monit refuses such a request in mongodb-service-release, for the job mongodb."""
     words = "1\nmonit: action failed -- {}"
     refused = phase("unmonitor", value=words.format("Other action already in progress -- please try again later"))
 

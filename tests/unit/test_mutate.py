@@ -105,7 +105,7 @@ def test_mutation_stage_runs_only_surviving_mutants_not_yet_tried(monkeypatch: p
 
 
 def test_mutant_with_only_slow_tests_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a mutant counts neither as survived nor as unreached."""
+    """A mutant that only slow tests reach counts neither as survived nor as unreached."""
     unit = mutate.STAGES[0]
     ones = [one for one in mutants("x.py", MODULE) if one.line in {13, 15}]
     monkeypatch.setattr(mutate, "reaching", lambda _: {"x.py": {13: ["t"], 15: []}})

@@ -90,7 +90,7 @@ async def test_poll_returns_running_after_its_timeout_or_when_polls_are_released
         assert (await long.poll(task.id)).state == "running"
 
 
-async def test_excess_polls_are_answered_immediately(tmp_path: Path) -> None:
+async def test_excess_task_polls_are_answered_immediately(tmp_path: Path) -> None:
     """Only a limited number of polls are held, because thousands would use 70 MB and crowd out other requests."""
     lane = Tasks(tmp_path / "tasks.json", hold=3600)
     task = lane.submit("m", asyncio.Event().wait)

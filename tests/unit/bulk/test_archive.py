@@ -453,7 +453,7 @@ def test_hard_link_in_a_job_archive_stays_within_the_job(tmp_path: Path) -> None
 
 
 def test_unpacking_sets_the_mode_of_a_directory_after_filling_it() -> None:
-    """Otherwise an ordinary user could not create the files in a read-only directory."""
+    """If a read-only directory got its mode first, an ordinary user could not create the files in it."""
     packed = directory("a", 0o000) + directory("a/b", 0o500) + member("a/b/c") + link("a/b/d", "c") + END
     with tempfile.TemporaryDirectory() as scratch:
         with as_ordinary_user(Path(scratch)):

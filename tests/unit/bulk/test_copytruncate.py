@@ -106,7 +106,7 @@ def test_rotation_counts_a_dangling_symlink_as_an_archive(tmp_path: Path) -> Non
 def test_rotation_empties_the_log_only_after_the_archive_is_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the log lines would be lost if the machine crashed between the two steps."""
+    """If the log were emptied first, its lines would be lost if the machine crashed before the sync."""
     log = tmp_path / "a.log"
     log.write_bytes(b"precious")
     synced: list[tuple[bytes, bytes]] = []

@@ -12,7 +12,9 @@ from agent_shim.host import files
 
 
 def test_bundle_gets_its_name_only_after_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a crash could leave an incomplete directory that looks like an installed bundle."""
+    """If the directory had its final name before the sync, a crash could leave an incomplete directory that looks like
+    an installed bundle.
+    """
     bundle, temp = tmp_path / "bundle", tmp_path / ".bundle.tmp-00000000"
     temp.mkdir()
     (temp / "file").write_text("x")

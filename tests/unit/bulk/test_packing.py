@@ -266,7 +266,7 @@ def test_directory_replaced_with_a_symlink_during_packing_is_packed_as_it_was(
 
 
 def test_fifos_and_sockets_are_not_packed(tmp_path: Path) -> None:
-    """They are skipped, because opening a FIFO would block the packing."""
+    """FIFOs and sockets are skipped, because opening a FIFO would block the packing."""
     make(tmp_path, ["a"])
     os.mkfifo(tmp_path / "fifo")
     with socket.socket(socket.AF_UNIX) as sock:

@@ -28,7 +28,7 @@ def names_in(path: Path) -> list[str]:
 # --- write_atomic -----------------------------------------------------------------------------------------------------
 
 
-def test_written_file_has_the_given_content_and_mode(tmp_path: Path) -> None:
+def test_atomically_written_file_has_the_given_content_and_mode(tmp_path: Path) -> None:
     """The umask does not change the mode, and no temporary file is left."""
     path = tmp_path / "a.json"
     before = os.umask(0o077)
@@ -43,7 +43,7 @@ def test_written_file_has_the_given_content_and_mode(tmp_path: Path) -> None:
 
 
 def test_partly_written_file_is_readable_only_by_its_owner(tmp_path: Path) -> None:
-    """Otherwise other users could open the new file before it gets its final mode."""
+    """If the new file had its final mode from the beginning, other users could open it before it is complete."""
     before = os.umask(0)
     try:
         with files.replacing(tmp_path / "a.json", mode=0o644) as file:
@@ -74,7 +74,7 @@ def test_write_syncs_the_content_before_the_rename_and_then_the_directory(
     assert synced == [("file", b"old", b"new"), ("directory", b"new", b"")]
 
 
-def test_write_replaces_a_symlink_instead_of_following_it(tmp_path: Path) -> None:
+def test_atomic_write_replaces_a_symlink_instead_of_following_it(tmp_path: Path) -> None:
     """If a job puts a symlink where root writes a file, the target of the symlink must not be overwritten."""
     victim = tmp_path / "victim"
     victim.write_bytes(b"mine")
@@ -106,7 +106,7 @@ def _full(_: int) -> None:
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_atomic_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"old")
 
@@ -142,7 +142,9 @@ def test_symlink_to_a_mount_point_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["/dev/zero", "../outside", "below/../../outside"])
-def test_own_file_is_not_read_or_written_through_a_symlink_out_of_its_directory(tmp_path: Path, target: str) -> None:
+def test_agents_own_file_is_not_read_or_written_through_a_symlink_out_of_its_directory(
+    tmp_path: Path, target: str
+) -> None:
     (tmp_path / "outside").write_bytes(b"outside")
     own = tmp_path / "own"
     (own / "below").mkdir(parents=True)
@@ -156,7 +158,7 @@ def test_own_file_is_not_read_or_written_through_a_symlink_out_of_its_directory(
     assert (tmp_path / "outside").read_bytes() == b"outside"
 
 
-def test_own_file_is_read_through_one_symlink_but_not_through_a_second(tmp_path: Path) -> None:
+def test_agents_own_file_is_read_through_one_symlink_but_not_through_a_second(tmp_path: Path) -> None:
     """The agent creates such a symlink for a file that it keeps on a tmpfs in the same directory tree."""
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/state").write_bytes(b"kept")

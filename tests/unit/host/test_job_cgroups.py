@@ -26,7 +26,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_job_cgroup_sets_limits_on_cgroup_v2(own: Path) -> None:
     """The memory limit and the process limit are set in the same directory.
 
-    Swap is disabled, and an OOM kill ends all processes of the job cgroup.
+    Swap is disabled, and an OOM kill affects all processes of the job cgroup.
     """
     joined = job_cgroups.JobCgroup("a/b").make(memory=1 << 20, processes=7)
 

@@ -54,7 +54,7 @@ def test_reading_a_missing_process_gives_empty_values() -> None:
 
 
 def test_command_line_is_joined_with_spaces() -> None:
-    """This is the form that monit compares with patterns."""
+    """monit compares patterns with a command line in this form."""
     assert proc.command_line(os.getpid()) == " ".join(sys.orig_argv)
 
 

@@ -24,5 +24,5 @@ def test_overflow_user_of_this_kernel_is_read() -> None:
 
 
 def test_process_is_in_no_user_namespace_if_the_kernel_has_none(tmp_path: Path) -> None:
-    """Such a kernel has no ``uid_map`` file."""
+    """A kernel without user namespaces has no ``uid_map`` file."""
     assert not user_namespace.is_inside(str(tmp_path / "uid_map"))

@@ -21,7 +21,7 @@ PERIOD_S = 0.01
 
 @pytest.fixture(autouse=True)
 def fast_watchdog(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Speed up the watchdog, and keep it from ending the test process."""
+    """Speed up the watchdog, and keep it from killing the test process."""
     monkeypatch.setattr(watchdog, "BEAT_S", PERIOD_S)
     monkeypatch.setattr(watchdog, "REPORT_AFTER_S", 0.03)
     monkeypatch.setattr(watchdog, "END_AFTER_S", 3600.0)
@@ -77,7 +77,7 @@ async def test_watchdog_does_not_report_a_running_loop(caplog: pytest.LogCapture
 
 
 async def test_systemd_is_notified_while_the_loop_is_blocked(caplog: pytest.LogCaptureFixture) -> None:
-    """Otherwise systemd would kill the agent before the watchdog can report the reason."""
+    """Without the notifications, systemd would kill the agent before the watchdog can report the reason."""
     fed: list[None] = []
     with watching(lambda: fed.append(None), PERIOD_S):
         block_until(lambda: caplog.records)

@@ -68,7 +68,7 @@ def test_drain_environment_has_the_current_and_next_state_with_disk_sizes() -> N
 
 
 def test_long_errand_output_is_truncated_in_the_middle(tmp_path: Path) -> None:
-    """The beginning and the end are kept, with the path of the full output between them."""
+    """The beginning and the end are kept. Between them is the path of the file with the full output."""
     path = tmp_path / "out"
     path.write_bytes(b"begin" + b"x" * 100_000 + b"end")
 

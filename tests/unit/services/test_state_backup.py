@@ -267,7 +267,7 @@ async def test_state_copy_of_another_agent_on_the_volume_is_set_aside(paths: Pat
 
 @pytest.mark.parametrize("by", ["stamp", "settings of the Go agent"])
 async def test_state_files_of_another_agent_on_the_root_file_system_are_set_aside(paths: Paths, by: str) -> None:
-    """Such files may be part of an image that was created from a container in use."""
+    """An image that was created from a container in use may contain the state files of the agent in that container."""
     fill(paths)
     if by == "stamp":
         await start(paths, "a-1")

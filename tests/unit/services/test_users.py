@@ -39,7 +39,7 @@ def ours(tmp_path: Path) -> Users:
     ],
 )
 async def test_invalid_ssh_user_name_is_rejected(ours: Users, user: str) -> None:
-    """Such a name could add an option to a command or a field to a file."""
+    """An invalid name could add an option to a command or a field to a file."""
     with pytest.raises(ActionError, match="^Creating user: cannot use the name "):
         await ours.setup(user, KEY)
 

@@ -281,13 +281,13 @@ def test_cpu_vitals_are_zero_if_the_counters_decrease() -> None:
 
 @given(*[st.builds(CpuTimes, *[st.floats(0, 1e15)] * 4)] * 2)
 def test_cpu_shares_are_between_0_and_100_percent(before: CpuTimes, after: CpuTimes) -> None:
-    """This must hold even if counters decrease."""
+    """The shares must stay in this range even if counters decrease."""
     check({"cpu": vitals.shares(before, after), "uptime": {}})
 
 
 @given(st.builds(Memory, *[st.integers(0, 2**63)] * 4))
 def test_memory_usage_is_between_0_and_100_percent(memory: Memory) -> None:
-    """This must hold even if more is used than exists."""
+    """The usage must stay in this range even if more memory is used than exists."""
     found = vitals.memory_vitals(memory)
 
     check({**found, "uptime": {}})

@@ -204,7 +204,7 @@ async def test_suspended_agent_detects_that_its_lease_was_taken_over(tmp_path: P
 
 
 def test_replaced_agent_does_not_remove_its_successors_lease(tmp_path: Path, without_locks: None) -> None:
-    """Otherwise the successor would find its lease lost and exit as well."""
+    """If the replaced agent removed the lease, its successor would find the lease lost and exit as well."""
     first, second = leases("pod-0"), leases("pod-1")
     first.hold(tmp_path)
     second.hold(tmp_path)

@@ -29,7 +29,7 @@ async def test_token_bucket_refills_over_time() -> None:
 
 
 async def test_large_program_output_is_truncated_to_its_end(tmp_path: Path) -> None:
-    """The end is kept because it contains the most recent messages."""
+    """The end of the output is kept, because it contains the most recent messages."""
     large = b"".join(b"%d\n" % number for number in range(60_000))
     assert len(large) > MAX_OUTPUT_BYTES
     paths = Paths(tmp_path)

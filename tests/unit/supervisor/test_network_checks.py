@@ -32,7 +32,7 @@ def test_send_string_of_a_network_check_can_contain_any_byte(text: str, sent: by
 async def test_network_check_of_an_ip_address_does_not_query_a_name_server(
     monkeypatch: pytest.MonkeyPatch, host: str, family: socket.AddressFamily
 ) -> None:
-    """Otherwise a name server that does not answer could delay the check."""
+    """If the check queried a name server, one that does not answer could delay the check."""
     with socket.create_server((host, 0), family=family) as server:
         monkeypatch.setattr(socket, "getaddrinfo", None)
 

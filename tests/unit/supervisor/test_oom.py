@@ -21,7 +21,9 @@ def test_each_oom_kill_is_attributed_to_only_one_exit() -> None:
 
 
 def test_oom_kill_counted_before_the_exit_is_noticed_explains_the_exit() -> None:
-    """The kernel counts a kill before the agent notices the exit, and the agent may read the counter in between."""
+    """The kernel counts a kill before the agent notices the exit. The agent may read the counter between these two
+    moments.
+    """
     kills = [0]
     counted = Kills(lambda: kills[0])
     kills[0] = 1

@@ -49,8 +49,9 @@ def service(path: Path, *rules: Rule, **changes: Any) -> Any:
 async def test_change_check_forgets_its_last_value_after_a_stop(
     tmp_path: Path, state: State, is_compared: bool
 ) -> None:
-    """A change that was made while the service was stopped or unmonitored is not reported. monit forgets values in the
-    same way when it is reloaded.
+    """If the value changes while the service is stopped or unmonitored, this is not reported.
+
+    In the same way, monit forgets the values when it is reloaded.
     """
     path = tmp_path / "file"
     path.write_text("1")

@@ -351,7 +351,7 @@ async def test_rule_restarts_only_a_service_with_start_and_stop_programs(changes
 @pytest.mark.parametrize("event", ["Timeout", "Stopped"])
 @played
 async def test_program_that_cannot_run_is_reported(event: str) -> None:
-    """If the stop program cannot run, the service ends the process without it."""
+    """If the stop program cannot run, the agent terminates the process without it."""
     events: list[Event] = []
     async with started(machine := SimulatedMachine(refuses=event), notify=events.append) as service:
         await service.react(Action("exec", CTL), "Timeout", "too often")
@@ -521,7 +521,7 @@ async def test_service_whose_keeper_was_killed_is_failing_with_the_reason() -> N
 
 @played
 async def test_stop_deadline_does_not_apply_to_later_restarts() -> None:
-    """Otherwise, the restart would kill the processes without a grace period, because the deadline has expired."""
+    """If the expired deadline still applied, a later restart would kill the processes without a grace period."""
     async with started(machine := SimulatedMachine()) as service:
         service.stop(StopRequest(by=asyncio.get_running_loop().time()))
         await asyncio.sleep(1)
@@ -534,7 +534,7 @@ async def test_stop_deadline_does_not_apply_to_later_restarts() -> None:
 
 @played
 async def test_start_waits_until_a_hanging_stop_program_is_terminated() -> None:
-    """Otherwise the stop program, which is still running, would stop the new process."""
+    """If the service started before the stop program has exited, the stop program would stop the new process."""
     async with started(machine := SimulatedMachine(how_stops="hangs")) as service:
         service.stop()
         await asyncio.sleep(1)

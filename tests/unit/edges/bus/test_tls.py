@@ -125,7 +125,7 @@ def test_invalid_credentials_error_names_the_wrong_part(changes: dict[str, str],
 
 @pytest.mark.parametrize("bad", [BROKEN, "-----BEGIN CERTIFICATE-----\ncut off\n"])
 def test_unreadable_ca_is_skipped_and_reported(bad: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Go skips such a CA, too. The warning is logged once, not for each connection."""
+    """As in Go, an unreadable CA is skipped. The warning is logged once, not for each connection."""
     others = [Authority().ca, AUTHORITY.ca]
     for _ in range(2):
         context = tls.client_context(mbus(ca=f"{others[0]}\n{bad}\n{others[1]}"))
@@ -148,7 +148,9 @@ def test_loading_a_private_key_leaves_no_file_behind(tmp_path: Path, monkeypatch
 
 
 def test_certificates_of_a_real_director_are_accepted() -> None:
-    """Such certificates have a 3072-bit RSA key and a three-letter country, which strict tools refuse to create."""
+    """A Director's certificates have a 3072-bit RSA key and a three-letter country, which strict tools refuse to
+    create.
+    """
     real = Authority(bits=3072)
     pair = real.agent("agent")
 

@@ -162,7 +162,9 @@ def test_mounted_disk_without_a_hint_is_not_replaced_by_the_former_disk() -> Non
 
 
 def test_disk_steps_do_not_take_a_lease_that_the_agent_already_has() -> None:
-    """Otherwise, taking the lease would be the only step, and the agent would plan it again and again."""
+    """If the agent planned to take a lease that it already has, this would be the only step, and the agent would plan
+    it again and again.
+    """
     store = msgspec.structs.replace(STORE, shown={"a": True}, is_mount=True)
     view = View(store, TARGET, {"a": msgspec.structs.replace(marked("a", "store"), is_held=True)}, managed="a")
 
@@ -195,7 +197,7 @@ def migrating(old: Disk, *, binds: bool = True) -> View:
     return View(store, target, {"a": old, "b": marked("b", "target", "a")}, managed="a", binds=binds)
 
 
-def test_swap_marks_the_copy_before_its_source() -> None:
+def test_disk_swap_marks_the_copy_before_its_source() -> None:
     """If the agent is killed between the two markings, both disks claim the store, and the higher generation identifies
     the copy.
     """
@@ -212,7 +214,7 @@ def test_swap_marks_the_copy_before_its_source() -> None:
 
 
 @pytest.mark.parametrize("why", ["the volume itself is mounted there", "the container may not mount"])
-def test_swap_does_not_unmount_a_store_that_is_a_symlink_or_mounted_by_the_manifest(why: str) -> None:
+def test_disk_swap_does_not_unmount_a_store_that_is_a_symlink_or_mounted_by_the_manifest(why: str) -> None:
     """A mount from the manifest stays below the new mount, and a symlink is replaced atomically."""
     old = marked("a", "store")
     if why == "the volume itself is mounted there":

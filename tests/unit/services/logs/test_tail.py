@@ -111,7 +111,7 @@ def _target(link: Path) -> str:
 
 @pytest.mark.attack("a job exposes other users' files through links or hard links in its log directory")
 def test_tail_follows_no_symlink(tmp_path: Path, follower: Follower, clock: Clock) -> None:
-    """Otherwise a job could make the log reader show files that only root may read."""
+    """By means of a symlink, a job could make the log reader show files that only root may read."""
     secret = tmp_path.parent / f"{tmp_path.name}-secret.log"
     secret.write_text("password\n")
     (tmp_path / "web").mkdir()

@@ -72,7 +72,7 @@ def refusal(text: str) -> str:
 
 @pytest.mark.parametrize(("written", "limit"), [(1, 1), (0, None), (-1, None)])
 def test_bpm_process_limit_below_one_means_no_limit(written: int, limit: int | None) -> None:
-    """runc treats such values the same way, and the kernel would reject -1."""
+    """runc treats values below one in the same way, and the kernel would reject -1."""
     assert one(f"limits: {{processes: {written}}}").limits.processes == limit
 
 

@@ -112,7 +112,7 @@ async def test_process_finder_reports_why_it_rejected_a_process(tmp_path: Path, 
 
 
 async def test_path_of_a_check_is_assumed_to_exist_until_the_first_check(tmp_path: Path) -> None:
-    """Otherwise a stop before the first check would not run the stop program."""
+    """If the path were assumed to be missing, a stop before the first check would not run the stop program."""
     finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
     spec = ProcessSpec(name="web", job="web", kind="file", path=tmp_path / "absent")
 
