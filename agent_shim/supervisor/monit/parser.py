@@ -275,9 +275,9 @@ OPTIONS: Final[Mapping[str, _Option]] = {
 class Problem(msgspec.Struct, frozen=True):
     """A conflict between files. ``service`` is defined at ``origin`` and ``line``.
 
-    ``duplicate`` means that the service is already defined elsewhere. ``missing`` means that it depends on an undefined
-    service. ``cycle`` means that it depends on itself, perhaps indirectly; each cycle is reported for only one of its
-    services.
+    ``duplicate`` means that an earlier definition of the service exists. ``missing`` means that the service depends on
+    an undefined one. ``cycle`` means that it depends on itself, perhaps indirectly; each cycle is reported for only one
+    of its services.
     """
 
     kind: Literal["duplicate", "missing", "cycle"]
