@@ -70,7 +70,7 @@ def _spawn(
     stderr: int | None = None,
     env: dict[str, str] | None = None,
 ) -> process.Process:
-    """Start a ``bpm`` command line. Its output goes to files, unless descriptors are given."""
+    """Start a ``bpm`` command line. Its output is written to files, unless descriptors are given."""
     for name in ("out", "err"):
         (found.paths.base / name).write_text("")
     tool = str(found.paths.jobs / "bpm/bin/bpm")
@@ -83,7 +83,7 @@ def _spawn(
 
 
 async def test_bpm_command_starts_lists_and_stops_a_process(tmp_path: Path) -> None:
-    """Starting a running process and stopping a stopped one succeed without any effect."""
+    """Starting a process that runs and stopping a process that does not run have no effect and succeed."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         assert await bpm(found, "list") == (0, "Name Pid Status\nweb  -   stopped\n", "")
@@ -182,7 +182,9 @@ async def test_bpm_command_stop_succeeds_for_an_unknown_process(tmp_path: Path) 
 
 @pytest.mark.parametrize("spelling", ["-p worker web", "web -pworker", "web -p=worker", "web --process worker"])
 async def test_bpm_command_parses_flags_like_bpm(tmp_path: Path, spelling: str) -> None:
-    """Flags may precede or follow the job name, with a space, an equals sign or nothing before the value."""
+    """Flags may precede or follow the job name. A value may follow its flag directly, after a space or after an equals
+    sign.
+    """
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         config = tmp_path / "vcap/jobs/web/config/bpm.yml"

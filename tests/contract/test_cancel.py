@@ -75,7 +75,7 @@ async def test_a13_cancelled_drain_stops_waiting(world: LocalAgent, started: Pat
 
 
 async def test_e10_errand_that_is_cancelled_in_the_queue_never_runs(world: LocalAgent, started: Path) -> None:
-    """The tasks before and after the cancelled one in the queue are still executed."""
+    """The tasks that were queued before and after the cancelled one are still executed."""
     begun, gate = started.with_name("begun"), started.with_name("gate")
     pre_start = f"#!/bin/sh\necho $$ >{started}; until [ -e {gate} ]; do sleep 0.02; done\n"
     await deployed(world, run=f"#!/bin/sh\necho $$ >>{begun}\n", pre_start=pre_start)

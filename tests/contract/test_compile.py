@@ -121,7 +121,7 @@ async def test_a16_packaging_script_gets_its_documented_environment(world: Local
 
 
 async def test_a16_compile_links_only_the_package_and_its_dependencies(world: LocalAgent) -> None:
-    """Entries that earlier compilations left are removed, because a script could use them by mistake."""
+    """Links that earlier compilations have left are removed, because a script could use them by mistake."""
     stray = world.paths.packages / "golang-1.19-linux"
     stray.mkdir()
     (stray / "compile.env").write_text("echo wrong")
@@ -226,7 +226,7 @@ async def test_a17_compile_uses_signed_urls_and_headers_to_download_and_upload(
 
 
 async def failed(world: LocalAgent, *arguments: Any) -> str:
-    """Compile a package p, which must fail. Return the error without its constant prefix."""
+    """Try to compile a package ``p``, which must fail. Return the error without its constant prefix."""
     text = await world.error("compile_package", *arguments)
     found = re.fullmatch(r"Action Failed get_task: Task \S+ result: Compiling package p: (.*)", text, re.DOTALL)
     assert found is not None, text

@@ -1,4 +1,6 @@
-"""Parses monit files from public BOSH releases, compares the verdicts with monit 5.2.5, and renders the files again."""
+"""Parses monit files from public BOSH releases, compares the verdicts with those of monit 5.2.5, and renders the files
+again.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ ARGUMENT = "Extracting method arguments from payload: Unmarshalling action argum
 
 
 async def refused(world: LocalAgent, checksum: str | None) -> str:
-    """Return the error with which the content is rejected for this digest, or "" if it is accepted."""
+    """Upload a blob with this digest. Return the error if it is rejected, or "" if it is accepted."""
     upload = {"blob_id": "b", "checksum": checksum, "payload": base64.b64encode(CONTENT).decode()}
     reply = await world.run("upload_blob", upload)
     kept = world.paths.sensitive_blobs / "b"

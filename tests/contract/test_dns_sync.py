@@ -1,4 +1,4 @@
-"""``sync_dns`` and ``sync_dns_with_signed_url``, which are facts A26 and A27 on the protocol page."""
+"""``sync_dns`` and ``sync_dns_with_signed_url``, which the protocol page describes as facts A26 and A27."""
 
 from __future__ import annotations
 

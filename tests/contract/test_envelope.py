@@ -310,7 +310,7 @@ async def test_finished_task_uses_less_than_two_kilobytes_of_memory(world: Local
 
 
 async def test_changes_by_an_action_are_backed_up_before_its_reply(world: LocalAgent) -> None:
-    """If the container ends right after the reply, the agent in the next container must know about the change."""
+    """If the container is stopped right after the reply, the agent in the next container must know about the change."""
     await world.value("add_persistent_disk", "cid", "/dev/sdx")
 
     copy = world.paths.mirror / "persistent_disk_hints.json"

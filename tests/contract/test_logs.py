@@ -29,7 +29,7 @@ UNIX_DAY = 86400
 
 @pytest.fixture(autouse=True)
 def trees(world: LocalAgent) -> None:
-    """Write a few files into the directories of the three log kinds."""
+    """Write a few files into the log directories of the jobs, of the agent and of the system."""
     for place, names in (
         (world.paths.log, ["web/web.stdout.log", "web/sub/deep.log", "both"]),
         (world.paths.agent_log, ["current", "both"]),
@@ -60,7 +60,7 @@ async def fetched(world: LocalAgent, kinds: str, filters: Any = None) -> dict[st
 
 
 def scratch(world: LocalAgent) -> list[str]:
-    """Return the remaining temporary files, without the directory for log bundles itself."""
+    """Return all remaining temporary files. The directory for log bundles itself is left out."""
     below = [path for path in world.paths.tmp.rglob("*") if path != world.paths.bundled_logs]
     return sorted(str(path.relative_to(world.paths.tmp)) for path in below)
 

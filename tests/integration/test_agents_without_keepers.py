@@ -1,4 +1,4 @@
-"""Upgrades, with running jobs, from the last revision whose agents started jobs without a keeper process."""
+"""Upgrades with running jobs from the last revision in which the agent started jobs without a keeper process."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ RECORDS = b'{"version": 3, "records": [["10.0.0.9", "other.bosh"]]}'
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Nginx]:
-    """Provide a server that requires a user and password, and holds a package source, templates and DNS records."""
+    """Provide a server that requires a user and a password. It has a package source, templates and DNS records."""
     async with nginx(tmp_path / "nginx") as one:
         one.users(agent=PASSWORD)
         for name, content in (("source", SOURCE), ("templates", TEMPLATES), ("records", RECORDS)):

@@ -132,7 +132,7 @@ def test_invalid_blobstore_is_rejected(paths: Paths, kind: str, options: dict[st
 
 @pytest.mark.parametrize("what", ["nothing", "directory", "link"])
 async def test_local_blob_must_be_a_regular_file(paths: Paths, tmp_path: Path, what: str) -> None:
-    """If the blob is missing, a directory or a link, the error names its path."""
+    """The blob may be missing, a directory or a link. In each case, the error names its path."""
     if what == "directory":
         (tmp_path / ID).mkdir()
     elif what == "link":

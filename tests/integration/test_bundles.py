@@ -97,7 +97,7 @@ async def test_bundle_with_an_unsafe_name_or_no_version_is_rejected(paths: Paths
 
 
 async def test_one_worker_installs_all_bundles(paths: Paths, bundles: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All bundles are requested from one worker. Bundles that are already installed are not requested again.
+    """All bundles that are not installed yet are requested from a single worker.
 
     Installing a bundle does not activate it.
     """
@@ -144,8 +144,8 @@ async def test_first_install_failure_is_reported_and_other_bundles_stay(paths: P
 
 @pytest.mark.parametrize("how", ["killed", "cancelled"])
 async def test_partial_bundles_of_a_killed_worker_are_removed(paths: Paths, how: str) -> None:
-    """The agent removes partial bundles as soon as the worker is killed or its request is cancelled, without waiting
-    for the next boot.
+    """Partial bundles are removed as soon as the worker is killed or its request is cancelled, and not only at the next
+    boot.
     """
     bundle = package(paths, "p")
     begun = asyncio.Event()
@@ -187,7 +187,7 @@ async def test_boot_removes_leftover_bundle_files(paths: Paths, bundles: Bundles
 
 
 async def test_links_point_to_the_bundles_in_use(paths: Paths, bundles: Bundles) -> None:
-    """Activated jobs and packages get links, and each job gets links to all packages.
+    """Each activated job or package gets a link to its bundle, and each job gets links to all packages.
 
     Activating the same bundles again keeps the links.
     """

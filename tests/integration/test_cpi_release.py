@@ -48,7 +48,9 @@ BARE: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
 
 @dataclass(frozen=True)
 class Installed:
-    """An installed release: its manifest, the spec of its job, and the directories of jobs, packages and templates."""
+    """An installed release, with its manifest, the spec of its job, and the directories of jobs, packages and
+    templates.
+    """
 
     manifest: dict[str, Any]
     job: dict[str, Any]

@@ -34,7 +34,7 @@ NETWORKS = {"private": {"type": "manual", "ip": "10.0.0.6", "netmask": "255.255.
 
 @dataclass
 class CreateEnvVm:
-    """A simulated VM: the agent's process, base directory and HTTPS address."""
+    """A simulated VM, which consists of the agent's process, its base directory and its HTTPS address."""
 
     scratch: Path
     cli: AgentClient

@@ -18,7 +18,7 @@ MINUTE = 60.0
 
 @pytest.fixture(autouse=True)
 async def _written(instance: RunningAgent) -> None:
-    """Write the agent's settings without starting the agent, and admit both of its bus users."""
+    """Write the agent's settings, and admit both of the agent's bus users. The agent is not started."""
     await instance.server.add_agent(AGENT, bootstrap=True, permanent=True)
     instance.write_settings()
 
@@ -72,7 +72,7 @@ def changes(instance: RunningAgent) -> int:
 
 
 async def only(instance: RunningAgent, *, bootstrap: bool) -> None:
-    """Admit only one of the agent's users, and check that the agent still answers."""
+    """Admit only one of the agent's two bus users, and check that the agent still answers."""
     await instance.server.add_agent(AGENT, bootstrap=bootstrap, permanent=not bootstrap)
     assert await instance.director.value(AGENT, "ping") == "pong"
 

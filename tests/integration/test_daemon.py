@@ -191,9 +191,9 @@ async def test_s9_only_a_drain_for_shutdown_notifies_the_health_monitor(instance
 
 
 async def test_s7_heartbeat_has_instance_state_and_number_of_processes(instance: RunningAgent) -> None:
-    """Before the first apply, instance fields are empty.
+    """Before the first apply, the fields that describe the instance are empty.
 
-    Afterwards, even after a restart, they come from the spec and the jobs.
+    Afterwards, even after a restart, their values come from the spec and the jobs.
     """
     monitor = HealthMonitor()
     async with monitor.on(instance.server.peer(HEALTH_MONITOR)):

@@ -74,7 +74,7 @@ def processes_of(where: Path) -> list[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_demo_with_keep_is_usable_and_ends_with_all_its_processes(short: Path, number: signal.Signals) -> None:
-    """The printed commands work although the path contains a space and non-ASCII letters."""
+    """The commands that the demo prints work, although the path contains a space and non-ASCII letters."""
     where = short / "ein Ort für Proben"
     where.mkdir()
     with demo(where, "--keep") as started:

@@ -108,7 +108,7 @@ async def test_volume_mounted_on_the_store_by_the_platform_is_treated_as_a_disk(
 async def test_disk_stays_mounted_after_a_restart_unless_it_belongs_to_another_instance(
     instance: InstanceWithVolumes, marker: Marker | None, stays: bool
 ) -> None:
-    """A disk without a marker stays mounted too, because older agents wrote no markers."""
+    """A disk without a marker stays mounted as well, because older agents wrote no markers."""
     instance.id = "this"
     await instance.mount("a", "b")
     markers.remove(instance.volume("b"))
@@ -470,8 +470,8 @@ async def test_failed_unmount_is_recorded_on_the_root_file_system(
 
 
 def at_the_store(instance: InstanceWithVolumes) -> None:
-    """Simulate a pod whose manifest mounts the volume at the store. The CPI's hint for the disk then names the
-    store.
+    """Simulate a pod whose manifest mounts the volume at the store, and a CPI that therefore sends the store as the
+    disk's hint.
     """
     if instance.bind:
         mounts.bind(instance.attach("a"), instance.paths.store)

@@ -1,4 +1,4 @@
-"""Commands that print characters that the locale's encoding lacks."""
+"""Commands that print characters that do not exist in the locale's encoding."""
 
 from __future__ import annotations
 

@@ -54,7 +54,9 @@ async def test_handback_keeps_jobs_running_and_writes_their_monit_files(instance
 
 @pytest.mark.slow
 async def test_handback_writes_no_monit_files_for_stopped_jobs(instance: RunningAgent) -> None:
-    """monit would start the jobs if it found such files. A file for the Go agent says that the jobs are stopped."""
+    """If monit found monit files of stopped jobs, it would start these jobs. A file for the Go agent says that the jobs
+    are stopped.
+    """
     await instance.deploy(2, 1)
     await instance.director.run(AGENT, "stop")
     await instance.stop_agent()

@@ -192,7 +192,7 @@ async def test_http_request_is_parsed_the_same_whether_sent_whole_or_byte_by_byt
 
 @pytest.mark.attack("a neighbour holds the connections of an open port")
 async def test_http_request_is_answered_although_excess_connections_follow(where: Where) -> None:
-    """The request and the excess connections are already waiting in the kernel when the event loop runs."""
+    """When the event loop runs, the request and the excess connections are already waiting in the kernel."""
     with socket.create_connection(where) as probe, ExitStack() as crowd:
         probe.sendall(b"GET / HTTP/1.0\r\n\r\n")
         for _ in range(http_server.MAX_CONNECTIONS + 20):

@@ -37,8 +37,8 @@ from tests.support.waiting import until
 
 
 class PingAgent:
-    """Answers ``ping`` immediately, and other requests after ``released`` is set. Records which requests began and how
-    they ended.
+    """Answers ``ping`` immediately, and other requests once ``released`` is set. Records which requests began and how
+    they were completed.
     """
 
     def __init__(self) -> None:

@@ -99,7 +99,7 @@ async def until_said(instance: RunningAgent, text: str) -> None:
 
 
 async def snapshot(tree: Path) -> dict[str, int]:
-    """Wait until nothing below a directory changes any more. Return the modification time of each file."""
+    """Wait until the files below a directory no longer change. Return the modification time of each file."""
     found: dict[str, int] = {}
     async with asyncio.timeout(TIMEOUT_S):
         while (now := {str(path): path.lstat().st_mtime_ns for path in tree.rglob("*")}) != found:
@@ -347,7 +347,7 @@ async def test_lost_supervisor_state_is_rebuilt_from_the_spec(instance: RunningA
 
 
 async def test_second_agent_on_the_volume_waits_until_the_first_ends(instance: RunningAgent) -> None:
-    """Two agents share a volume when a pod is recreated before its predecessor has ended."""
+    """If a pod is recreated while its predecessor is still running, both agents share the volume."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     before = await snapshot(instance.base / "data")

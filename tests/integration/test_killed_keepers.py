@@ -60,7 +60,7 @@ async def test_service_and_its_stop_fail_after_its_keeper_was_killed(world: JobT
 async def test_next_agent_detects_a_killed_keeper(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, set_back_s: int
 ) -> None:
-    """The agent must detect this even if the machine's clock has been set back."""
+    """The agent must notice that the keeper was killed, even if the machine's clock has been set back."""
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     with reaper.reaping():

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def are_up(w: RunningAgent, starts: int) -> bool:
-    """Return True if each job has been started this often and its latest process is running."""
+    """Return True if each job has been started ``starts`` times and its latest process is running."""
     known = w.starts()
     if len(known) != JOBS or any(len(pids) != starts for pids in known.values()):
         return False

@@ -178,7 +178,7 @@ async def test_client_that_sends_a_body_to_metrics_receives_the_whole_error(wher
 
 @pytest.mark.parametrize("filler", [b"X: " + b"y" * 9000, b"X: y\r\n" * 2000])
 async def test_oversized_metrics_request_headers_are_rejected(where: Where, filler: bytes) -> None:
-    """When the headers exceed 8 KiB, the server answers without waiting for their end."""
+    """When the headers exceed 8 KiB, the server answers without waiting for the rest of them."""
     answer = await ask(where, b"GET /metrics HTTP/1.1\r\n" + filler)
 
     assert answer.startswith(b"HTTP/1.1 431 ")

@@ -33,7 +33,7 @@ USER = "vcap:random-password"
 
 
 class MonitTree:
-    """A tree with monit's files, and a daemon that uses it."""
+    """monit's files in a scratch directory, and a daemon that reads them."""
 
     def __init__(self, base: Path, port: int, mail: int) -> None:
         self.world = JobTree(base)
@@ -49,9 +49,7 @@ class MonitTree:
         self.out = base / "out"
 
     def add(self, *names: str, start: str | None = None) -> None:
-        """Write job files with the names that the Go agent gives them: they are numbered so that the last job gets
-        0000.
-        """
+        """Write job files with the numbered names that the Go agent uses. The last job gets the number 0000."""
         for number, name in enumerate(reversed(names)):
             file = self.world.job(name, start or "echo $$ >$pidfile; echo $$ >>$log; exec sleep 600")
             (self.base / f"monit/job/{number:04}_{name}.monitrc").write_text(file.text)
@@ -136,7 +134,7 @@ class MonitTree:
         return len(self.world.lines())
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run ``monit`` with these arguments."""
+        """Run the ``monit`` command for this daemon with the given arguments."""
         argv = [sys.executable, "-m", "agent_shim.cli.monit", "-b", str(self.base), *words]
         return subprocess.run(argv, capture_output=True, text=True, check=False)
 

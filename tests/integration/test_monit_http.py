@@ -262,9 +262,9 @@ async def test_monit_http_accepts_each_action_for_the_system_service(world: JobT
 
 @pytest.mark.attack("a job calls monit's port without the password")
 async def test_monit_http_without_the_password_is_rejected(world: JobTree) -> None:
-    """Without a valid password the answer is 401, and no service is stopped.
+    """Without a valid password, the server answers 401 and stops no service.
 
-    If the password file is missing or invalid, all requests are rejected.
+    If the password file is missing or invalid, it rejects all requests.
     """
     async with listening(world, world.job("web")) as (supervisor, where):
         await in_state(supervisor, "web", "running")

@@ -79,8 +79,8 @@ until monit summary | grep "'archiver'" | grep running; do sleep 0.05; done
 
 
 async def test_monit_summary_line_ends_with_not_monitored(world: JobTree) -> None:
-    """Scripts search the summary for ``not monitored *$`` before they call ``monitor``. They then call ``start`` until
-    it succeeds.
+    """Scripts search the summary for ``not monitored *$`` before they call ``monitor``. After that, they call ``start``
+    until it succeeds.
     """
     async with answering(world, world.job("worker")) as supervisor:
         before = (await in_state(supervisor, "worker", "running")).pid

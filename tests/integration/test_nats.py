@@ -17,7 +17,7 @@ from tests.support.waiting import until
 
 
 async def test_bus_request_is_answered_and_counted(tmp_path: Path) -> None:
-    """The reply goes to the subject in the request. The statistics count messages, bytes and connections."""
+    """The reply is sent to the subject in the request. The statistics count messages, bytes and connections."""
     async with talking(tmp_path) as talk:
         assert await talk.director.value("agent", "ping") == "ping"
         stats = talk.bus.stats
@@ -27,7 +27,7 @@ async def test_bus_request_is_answered_and_counted(tmp_path: Path) -> None:
 
 
 async def test_bus_requests_begin_in_order(tmp_path: Path) -> None:
-    """The agent begins 500 requests in the order in which they were sent, and answers all."""
+    """The agent begins 500 requests in the order in which they were sent, and answers all of them."""
     begun = []
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:

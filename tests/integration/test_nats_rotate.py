@@ -125,7 +125,9 @@ async def test_request_delivered_twice_is_handled_once(tmp_path: Path, monkeypat
 
 
 async def test_rotations_during_an_outage_leave_one_connection(tmp_path: Path) -> None:
-    """Two rotations come while the bus waits for its next attempt. Afterwards each request is handled once."""
+    """Credentials are rotated twice while the bus is waiting before its next attempt. Afterwards, each request is
+    handled once.
+    """
     handled = []
 
     async def handle(data: bytes) -> None:

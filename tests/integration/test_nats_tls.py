@@ -88,8 +88,8 @@ async def test_agent_certificate_rejected_by_the_server_is_reported_and_retried(
 
 
 async def test_unreadable_bus_credentials_are_read_again(tmp_path: Path) -> None:
-    """An invalid private key does not make the agent exit. It reads the settings again, even if reading them fails
-    once.
+    """An invalid private key does not make the agent exit. The agent reads the settings again, and retries if reading
+    them fails.
     """
     async with knowing(tmp_path, AUTHORITY) as server:
         good = server.mbus("agent")

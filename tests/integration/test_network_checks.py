@@ -83,7 +83,7 @@ async def test_port_check_error_names_a_closed_port() -> None:
     [("no-such-host.invalid", 1), ("no..such", 1), ("n" * 64, 1), ("127.0.0.1", 0x10001), ("::1", 1 << 40)],
 )
 async def test_port_check_of_an_unknown_host_fails(host: str, port: int) -> None:
-    """An invalid host or port must fail only this check. An exception would end the rule checks of all jobs."""
+    """An invalid host or port must fail only this check. An exception would terminate the rule checks of all jobs."""
     assert f"cannot connect to {host} port {port}: " in await network_checks.probe(Connection(host, port))
     assert host in (await network_checks.echo(host, Echo(1)) or host)
 

@@ -182,7 +182,9 @@ asyncio.run(main())
 
 
 def test_spawned_process_gets_the_original_limit_of_open_files(tmp_path: Path) -> None:
-    """The agent raises its own limit, but programs that use ``select`` fail with more than 1024 files."""
+    """Programs that use ``select`` fail with more than 1024 open files, so they must not inherit the limit that the
+    agent has raised for itself.
+    """
     done = subprocess.run(
         [sys.executable, "-c", RAISED, str(tmp_path / "keepers")], capture_output=True, text=True, check=True
     )
@@ -398,8 +400,8 @@ def _kernel() -> tuple[int, int]:
 
 
 async def test_reaper_loses_no_exit_status_of_children(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forty children exit at the same time. Every exit code is reported, although the SIGCHLD handler reaps children
-    too.
+    """Forty children exit at the same time. Every exit code is reported, although the SIGCHLD handler also reaps
+    children.
     """
     # Simulate a kernel that does not report the status of a process after it was reaped.
     monkeypatch.setattr(fcntl, "ioctl", Mock(side_effect=OSError))

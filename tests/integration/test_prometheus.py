@@ -1,5 +1,5 @@
-"""A real Prometheus (Debian package ``prometheus``): promtool accepts this project's files, and the alerting rules fire
-for real agents.
+"""Tests with a real Prometheus (Debian package ``prometheus``). promtool accepts this project's files, and the alerting
+rules fire for real agents.
 """
 
 from __future__ import annotations

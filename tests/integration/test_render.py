@@ -1,4 +1,4 @@
-"""``agent-shim render`` evaluates release templates as a Director does, with a real ruby."""
+"""``agent-shim render``, which evaluates release templates as a Director does, with a real ruby."""
 
 from __future__ import annotations
 

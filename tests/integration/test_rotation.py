@@ -179,7 +179,7 @@ async def test_rotation_of_a_huge_log_keeps_its_end(logs: Path, caplog: pytest.L
 
 
 async def test_small_logs_are_rotated_before_a_huge_one(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A huge log of one job must not delay the rotation of others."""
+    """The rotation of a huge log of one job must not delay that of smaller logs of other jobs."""
     sizes = {"a.log": 30_000, "b.log": 10_000, "web/a.log": 20_000}
     for name, size in sizes.items():
         (logs / name).write_bytes(b"x" * size)

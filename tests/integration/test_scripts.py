@@ -89,7 +89,7 @@ async def test_script_output_is_appended_to_the_job_logs(paths: Paths, runner: S
 
 
 async def test_script_runs_with_its_environment_directory_and_niceness(paths: Paths, runner: Scripts) -> None:
-    """The script has the agent's environment with a fixed PATH, the root directory as working directory, niceness 5, no
+    """The script gets the agent's environment with a fixed PATH. It runs in the root directory with niceness 5, no
     arguments and empty input.
 
     Variables in the request override PATH and the other variables.
@@ -122,7 +122,7 @@ async def test_scripts_run_in_parallel_and_failures_are_listed(paths: Paths, run
 
 
 async def test_script_error_has_the_last_line_of_each_failed_script(paths: Paths, runner: Scripts) -> None:
-    """The line is truncated, control characters are escaped, and output of an earlier run is not quoted."""
+    """The line is truncated, and its control characters are escaped. Output of an earlier run is not quoted."""
     script(paths, "dns", "pre-start", "echo first >&2; printf 'ip: \\033[1mnot permitted\\n\\n' >&2; exit 2")
     with pytest.raises(ActionError) as failed:
         await runner.run_all("pre-start", ["dns"], {})

@@ -199,7 +199,7 @@ def test_standalone_agent_deploys_jobs_from_a_config_map(tmp_path: Path) -> None
 
 
 def test_standalone_version_changes_only_with_the_files(tmp_path: Path) -> None:
-    """A file with a different modification time is treated as changed."""
+    """Files whose modification time has changed also count as changed."""
     (tmp_path / "jobs/web").mkdir(parents=True)
     monit = tmp_path / "jobs/web/monit"
     monit.write_text("a")
@@ -219,7 +219,7 @@ def test_standalone_agent_ignores_files_and_hidden_directories(tmp_path: Path) -
 
 
 def test_standalone_instance_values_come_from_instance_json(tmp_path: Path) -> None:
-    """The values include the size of the persistent disk, which drain scripts get."""
+    """The values in instance.json include the size of the persistent disk, which is passed to drain scripts."""
     (tmp_path / "jobs/web").mkdir(parents=True)
     about = {"deployment": "shop", "name": "front", "id": "front-2", "az": "z3", "index": 2, "persistent_disk": 1024}
     (tmp_path / "instance.json").write_text(json.dumps(about))

@@ -65,8 +65,9 @@ async def adopted(world: JobTree) -> AsyncIterator[tuple[Supervisor, list[int]]]
 
 
 def dns(world: JobTree, pre_start: str = "") -> JobFile:
-    """Return a job with three services, and write its pre-start script. Unless ``pre_start`` is given, the script runs
-    the services' ctl scripts.
+    """Return a job with three services, and write its pre-start script.
+
+    The script contains ``pre_start`` or, without it, runs the services' ctl scripts.
     """
     is_root = os.geteuid() == 0
     lines, ctls = [], []

@@ -128,7 +128,7 @@ def test_overlay_gives_ping_the_net_raw_capability_only_if_ping_has_no_privilege
 def test_overlay_adds_users_and_groups(debian: Path) -> None:
     """The user vcap gets its uid and groups, but no password. Existing entries stay.
 
-    In Ubuntu's images, the user ``ubuntu`` has the same uid. It is removed from all files.
+    The user ``ubuntu`` of Ubuntu's images has the same uid, so it is removed from all files.
     """
     put(debian, "etc/passwd", "root:x:0:0:root:/root:/bin/bash\nubuntu:x:1000:1000::/nowhere:/bin/bash\n")
     put(debian, "etc/group", "root:x:0:\nadm:x:4:syslog,ubuntu\naudio:x:29:pulse\nubuntu:x:1000:\n")
@@ -362,7 +362,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_built_overlay_installs_the_agent_program(debian: Path, built: Path) -> None:
-    """No file of an older program remains. Applying the overlay again changes nothing."""
+    """No file of an older agent program remains. Applying the overlay again changes nothing."""
     put(debian, "opt/agent_shim/lib/module.py", "old")
     put(debian, "opt/agent_shim/lib/gone.py", "old")
     for arguments in (("--dry-run",), ()):

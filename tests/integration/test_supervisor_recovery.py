@@ -41,7 +41,9 @@ def pids(supervisor: Supervisor) -> dict[str, int]:
 
 
 async def test_next_agent_adopts_processes_of_any_origin(world: JobTree) -> None:
-    """Children of a start program and daemons are all adopted, and the saved state is restored immediately."""
+    """Processes are adopted whether they are children of a start program or daemons. The saved state is restored
+    immediately.
+    """
     files = [
         world.job("web", "echo $name >>$log; echo $$ >$pidfile; exec sleep 600"),
         world.job("worker", f"echo $name >>$log; {program('fork_twice.py', world.pidfile('worker'))}"),

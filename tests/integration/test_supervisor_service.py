@@ -342,7 +342,7 @@ async def test_single_service_stops_and_starts_with_its_dependants(world: JobTre
 
 
 async def test_crash_restarts_the_dependants(world: JobTree) -> None:
-    """As in monit, indirect dependants are restarted too, because they may still be connected to the dead process."""
+    """As in monit, indirect dependants are also restarted, because they may still be connected to the dead process."""
     files = [*await chain(world), world.job("e", COUNTED, STOP, "depends on a, c")]
     async with world.supervising(*files) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d", "e")

@@ -190,7 +190,7 @@ async def put(transfer: Transfer, url: str, data: bytes, where: Path, **headers:
 async def test_put_sends_the_length_of_the_file(
     server: BlobServer, transfer: Transfer, tmp_path: Path, continues: bool
 ) -> None:
-    """The length is sent whether or not the server answers ``100 Continue``, and also for an empty file."""
+    """The length is also sent for an empty file, and whether or not the server answers ``100 Continue``."""
     server.continues = continues
     await put(transfer, f"{server.url}/new?{SECRET}", BLOB, tmp_path, extra="header", ACCEPT="text/plain")
     await put(transfer, f"{server.url}/empty", b"", tmp_path)

@@ -1,6 +1,4 @@
-"""The worker process: what it does, which files it leaves after a failure or kill, and where its secrets must not
-appear.
-"""
+"""The worker process: its work, the files that it leaves if it fails or is killed, and where no secrets may appear."""
 
 from __future__ import annotations
 
@@ -486,7 +484,9 @@ class Guess(msgspec.Struct, tag=True):
 
 @pytest.mark.attack("a worker sends the answer to a different request, or dies at any moment")
 async def test_invalid_worker_request_is_reported_without_its_text() -> None:
-    """The error contains only the exception's type and place, because its message could quote a secret."""
+    """The error contains only the type of the exception and where it was raised, because its message could quote a
+    secret.
+    """
     with pytest.raises(ActionError) as caught:
         await workers.work(Guess(CANARY))  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""The comparison with the Go agent and monit on released jobs.
+"""The comparison of this agent with the Go agent and monit on released jobs.
 
 The comparison derives a plan from a job's files, and a verdict from the recorded runs under both agents.
 """
@@ -146,7 +146,9 @@ def test_comparison_reports_identical_runs_as_equal(tmp_path: Path) -> None:
 
 
 def test_comparison_ignores_how_early_a_removed_process_disappears_during_apply(tmp_path: Path) -> None:
-    """An agent may report its states before or after the removed process is gone, which is not a difference."""
+    """An agent may report the state shortly before or shortly after the removed process is gone. This does not count as
+    a difference.
+    """
     without = {"state": {"job_state": "stopped"}}
     early, late = phase("apply", values=without), phase("apply", values=without, states={})
     listed = {"state": {"processes[web].name": "web"}}

@@ -158,7 +158,7 @@ def test_each_az_names_an_entry_of_the_cpi_config() -> None:
 
 
 def test_manifests_have_no_liveness_probe_that_kills_a_slow_agent() -> None:
-    """If an agent has to wait for CPU time, a liveness probe would restart its container and thereby all its jobs."""
+    """If an agent has to wait for CPU time, a liveness probe would restart its container and thus all of its jobs."""
     texts = {path: path.read_text() for path in (ROOT / "deploy").rglob("*.yaml")}
 
     assert any("readinessProbe:" in text for text in texts.values())

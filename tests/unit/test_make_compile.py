@@ -1,4 +1,4 @@
-"""How modules are compiled for the image, without docstrings and function annotations."""
+"""Compilation of modules for the image, without docstrings and function annotations."""
 
 from __future__ import annotations
 

@@ -91,7 +91,9 @@ async def test_poll_returns_running_after_its_timeout_or_when_polls_are_released
 
 
 async def test_excess_task_polls_are_answered_immediately(tmp_path: Path) -> None:
-    """Only a limited number of polls are held, because thousands would use 70 MB and crowd out other requests."""
+    """Only a limited number of polls is held. Thousands of held polls would use 70 MB and leave no room for other
+    requests.
+    """
     lane = Tasks(tmp_path / "tasks.json", hold=3600)
     task = lane.submit("m", asyncio.Event().wait)
     polls = [asyncio.ensure_future(lane.poll(task.id)) for _ in range(MAX_HELD + 20)]

@@ -192,8 +192,8 @@ def test_unpacked_tree_matches_gnu_tar(tmp_path: Path, kind: str, compress: str)
 
 @pytest.mark.parametrize("prefix", ["", "./"])
 def test_only_the_subtree_of_a_job_is_unpacked(tmp_path: Path, prefix: str) -> None:
-    """Names begin with ``./`` if the Director packed the archive for the blobstore, but not if it is sent over
-    the bus.
+    """Names begin with ``./`` if the Director has packed the archive for the blobstore, but not if it sends the archive
+    over the bus.
     """
     packed = zipped(
         directory(f"{prefix}web", 0o750)

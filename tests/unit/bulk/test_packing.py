@@ -188,7 +188,9 @@ def test_packing_returns_the_digests_of_the_archive(large: Path, compressed: boo
 
 
 def test_packing_follows_no_symlinks(tmp_path: Path) -> None:
-    """Symlinks are packed as such. Otherwise a job that can write to the tree could make root read other files."""
+    """Symlinks are packed as symlinks. If they were followed, a job that can write to the tree could make root read
+    other files.
+    """
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "logs" / "job").mkdir(parents=True)
     (tmp_path / "logs" / "job" / "planted.log").symlink_to(tmp_path / "secret")
@@ -203,9 +205,10 @@ def test_packing_follows_no_symlinks(tmp_path: Path) -> None:
 
 @pytest.mark.root
 def test_hard_links_to_root_owned_files_are_not_packed(tmp_path: Path) -> None:
-    """A job can create such a link among its logs, so the link is left out when a live tree is packed.
+    """A job can create a hard link to a file of root among its logs, so such a link is left out when a live tree is
+    packed.
 
-    In a tree that jobs cannot write to, the link is packed like any other file.
+    In a tree that jobs cannot write to, it is packed like any other file.
     """
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "logs").mkdir()

@@ -1,4 +1,4 @@
-"""The strategic-merge patch of a pod that contains the doctor's proposals."""
+"""The strategic merge patch with which the doctor's proposals can be applied to a pod."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Root tasks, which must never end and are restarted if they do."""
+"""Root tasks, which are meant to run until the agent exits and are restarted if they stop."""
 
 from __future__ import annotations
 

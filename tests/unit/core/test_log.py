@@ -1,4 +1,4 @@
-"""The agent's log: redaction of secrets, escaping, rotation, and readers that are too slow."""
+"""The agent's log: redaction of secrets, escaping, rotation, and slow readers of stderr."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ async def test_boot_steps_that_the_bus_does_not_need_run_late(tmp_path: Path) ->
 
 
 async def test_boot_removes_leftovers_of_a_killed_agent(tmp_path: Path) -> None:
-    """Examples are unfinished packages, the sources of a compilation, and log archives."""
+    """The leftovers are, for example, unfinished packages, the sources of a compilation, and log archives."""
     async with world(tmp_path) as made:
         paths = made.agent.paths
         left = [files.sibling(paths.packages / "a"), paths.compile / "a", files.sibling(paths.bundled_logs / "a.tgz")]

@@ -1,4 +1,4 @@
-"""Requests during the recovery of jobs, with a real task queue and a fake supervisor."""
+"""Requests that arrive while jobs are being recovered, with a real task queue and a fake supervisor."""
 
 from __future__ import annotations
 

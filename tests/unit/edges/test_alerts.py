@@ -43,7 +43,7 @@ KINDS = (
     ],
 )
 def test_s8_alert_severities_match_the_go_agent(event: str, severity: int) -> None:
-    """The case of the event's name does not matter. An unknown event is critical."""
+    """The event's name is not case-sensitive. An unknown event is critical."""
     message = alert_of("web", event, "restart", "", [], 0)
 
     assert message is not None

@@ -23,7 +23,9 @@ from tests.support.waiting import until
 
 
 class HeartbeatParts:
-    """Vitals that can be slow or fail, a state to report, and a bus that records the heartbeats."""
+    """Stand-ins for what a heartbeat needs: vitals that can be slow or fail, a state to report, and a bus that records
+    heartbeats.
+    """
 
     def __init__(self) -> None:
         self.measured = 0
@@ -208,7 +210,7 @@ async def test_heartbeat_without_a_connection_is_skipped() -> None:
 
 
 def test_s7_heartbeat_has_the_same_members_as_the_go_agents() -> None:
-    """The heartbeat has no further members, because the Health Monitor would drop one with an id or a time."""
+    """A heartbeat has no further members, because the Health Monitor would drop a heartbeat with an id or a time."""
     given = protocol.message("heartbeat")
 
     assert msgspec.to_builtins(Message(**given)) == given

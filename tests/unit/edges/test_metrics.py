@@ -273,7 +273,7 @@ def test_number_of_metric_series_is_limited() -> None:
 
 
 def test_metric_series_of_a_process_do_not_depend_on_its_state() -> None:
-    """If a label depended on the state, each event would create new series."""
+    """If a label depended on the process's state, each change of the state would create new series."""
     quiet = Metrics(lambda: Readings(processes=[service("web", "starting", 0)]))
     lively = Metrics(
         lambda: Readings(
@@ -325,7 +325,9 @@ async def test_open_files_are_counted_in_a_thread(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_compressed_metrics_page_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page is compressed once, because anyone with access to the endpoint may request it very often."""
+    """The page is compressed once and not for each request, because anyone with access to the endpoint may request it
+    very often.
+    """
     packed = []
 
     def compress(page: bytes, *_: int) -> bytes:

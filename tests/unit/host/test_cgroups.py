@@ -63,7 +63,9 @@ def test_memory_is_read_from_cgroup_v2(tmp_path: Path) -> None:
 
 
 def test_memory_is_read_from_cgroup_v1(tmp_path: Path) -> None:
-    """Swap usage is calculated by subtracting memory from the sum of memory and swap."""
+    """The counter of version 1 contains memory and swap together, so memory usage is subtracted from it to get swap
+    usage.
+    """
     write(
         tmp_path / "memory",
         {
@@ -215,7 +217,7 @@ TOP = "/sys/fs/cgroup"
 def test_own_cgroup_is_found(membership: str, table: bytes, version: int, memory: list[str], cpu: list[str]) -> None:
     """The result lists the levels from the process's own cgroup up to the mount point.
 
-    If its own cgroup is not mounted, the list begins with the nearest mounted level.
+    If the process's own cgroup is not mounted, the list begins with the nearest level that is.
     """
     found = cgroups.parse_membership(membership, mounts.parse(table))
 

@@ -19,7 +19,7 @@ from agent_shim.host import clock, proc
     start_ticks=st.integers(min_value=0, max_value=10**13),
 )
 def test_uptime_is_a_non_negative_integer(now: float, uptime_file: float, wall: float, start_ticks: int) -> None:
-    """For any values of the clocks, ``bosh vms`` must be able to decode the uptime."""
+    """Whatever the clocks show, the uptime must be a number that ``bosh vms`` can decode."""
     readings = {time.CLOCK_BOOTTIME: now, time.CLOCK_MONOTONIC: uptime_file, time.CLOCK_REALTIME: wall}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "clock_gettime", readings.__getitem__)

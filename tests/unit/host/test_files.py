@@ -58,7 +58,7 @@ def test_partly_written_file_is_readable_only_by_its_owner(tmp_path: Path) -> No
 def test_write_syncs_the_content_before_the_rename_and_then_the_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A crash leaves either the old or the new file, and a completed write is on disk."""
+    """After a crash, the file has either the old or the new content. A completed write is on disk."""
     path = tmp_path / "a"
     path.write_bytes(b"old")
     synced = []
@@ -333,7 +333,7 @@ def test_tree_removal_follows_no_symlinks(tmp_path: Path) -> None:
 
 
 def test_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
-    """A job can quickly nest thousands of directories, deeper than the limits for paths and for recursion."""
+    """A job can quickly nest thousands of directories, which is deeper than the limits for paths and for recursion."""
     tree = tmp_path / "tree"
     tree.mkdir()
     here = os.open(tree, os.O_RDONLY)

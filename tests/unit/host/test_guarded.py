@@ -27,7 +27,7 @@ def mode_of(path: Path) -> int:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Return a directory with a file two levels down, and with symlinks that lead to a secret outside."""
+    """Create a directory with a file two levels down, and with symlinks that lead to a secret outside the directory."""
     tree = tmp_path / "tree"
     (tree / "a" / "b").mkdir(parents=True)
     (tree / "a" / "b" / "file").write_bytes(b"inside")
@@ -206,7 +206,7 @@ def test_guarded_read_rejects_hard_linked_files_owned_by_root(mode: int, owner: 
 @pytest.mark.attack("a job tricks root into opening a FIFO or a device")
 @pytest.mark.parametrize("what", ["fifo", "socket", "device", "directory", "proc"])
 def test_guarded_read_rejects_irregular_files(tmp_path: Path, what: str) -> None:
-    """The read must fail immediately, because opening a FIFO without a writer would otherwise block forever."""
+    """The read must fail immediately. Opening a FIFO without a writer, for example, would otherwise block forever."""
     path = tmp_path / "thing"
     if what == "fifo":
         os.mkfifo(path)

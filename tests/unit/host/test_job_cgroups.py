@@ -73,7 +73,7 @@ def test_processes_in_a_job_cgroup_and_below_it_are_found(
 
 
 def test_job_cgroup_limits_are_independent(own: Path) -> None:
-    """A process limit sets no memory limit, and OOM kills are counted only with a memory limit."""
+    """A process limit does not cause a memory limit, and OOM kills are counted only if there is a memory limit."""
     memory, processes = job_cgroups.JobCgroup("m"), job_cgroups.JobCgroup("p")
     memory.make(memory=1 << 20)
     processes.make(processes=7)
@@ -111,7 +111,7 @@ def test_cgroup_controller_that_cannot_be_delegated_is_not_offered(
 ) -> None:
     """The kernel refuses to delegate a controller while processes are in the agent's cgroup.
 
-    The directory that was created for the attempt must be removed.
+    The directory that the agent created when it tried must be removed.
     """
     hierarchy = cgroups.Hierarchy(2, (tmp_path,))
     monkeypatch.setattr(job_cgroups, "hierarchies", lambda: (("memory", hierarchy),))

@@ -54,7 +54,7 @@ def test_mount_fields_are_parsed(table: list[mounts.Mount]) -> None:
     ],
 )
 def test_visible_mount_of_a_path_is_found(path: str, source: str, table: list[mounts.Mount]) -> None:
-    """A mount that a later one hides is never returned, regardless of its depth and its position in the table."""
+    """A mount that is hidden by a later one is never returned, regardless of its depth and position in the table."""
     mount = mounts.mount_of(Path(path), table)
 
     assert mount is not None

@@ -44,7 +44,7 @@ def test_process_table_agrees_with_the_stat_of_a_single_process() -> None:
 
 
 def test_reading_a_missing_process_gives_empty_values() -> None:
-    """For a pid without a process, nothing is found, but no error is raised."""
+    """If a pid belongs to no process, the results are empty and no error is raised."""
     beyond = 2**22 + 1
 
     assert proc.stat(beyond) is None
@@ -89,7 +89,7 @@ def test_incarnation_is_stable_for_the_lifetime_of_the_container() -> None:
 
 
 def test_incarnation_differs_in_a_container_with_a_reused_namespace_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel reuses the numbers of namespaces, but their first processes have different start times."""
+    """The kernel reuses the numbers of namespaces, but the first process of a new namespace has another start time."""
     first = proc.stat(os.getpid())
     assert first is not None
     before = proc.incarnation()
@@ -126,7 +126,7 @@ def test_process_whose_main_thread_has_ended_is_alive_while_other_threads_run(li
 
 
 def test_open_files_are_counted_on_kernels_without_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before Linux 6.2, the size of ``/proc/PID/fd`` is zero, so its entries are counted."""
+    """Before Linux 6.2, the size of ``/proc/PID/fd`` is always zero, so the entries of this directory are counted."""
     scandir, descriptors = os.scandir, len(list(Path("/proc/self/fd").iterdir())) - 1
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", lambda _: SimpleNamespace(st_size=0))

@@ -33,7 +33,7 @@ def member(pid: int, start: int, state: str = "S", group: int = LEADER.pid) -> p
 async def test_process_without_a_pidfd_is_identified_by_its_start_time(
     leader: Process, monkeypatch: pytest.MonkeyPatch, start: int, is_alive: bool
 ) -> None:
-    """Another process that has got the same pid must not be signalled."""
+    """Another process that has been given the same pid must not be signalled."""
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(proc, "stat", lambda pid: member(pid, start))
 

@@ -1,4 +1,4 @@
-"""Addresses that the Director relies on but that no interface has."""
+"""The watch for addresses that the Director relies on but that no interface has."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_unsupported_env_bosh_key_is_rejected_by_name(name: str) -> None:
 
 
 async def test_listed_files_are_removed_if_env_bosh_requests_it(tmp_path: Path) -> None:
-    """Only the symlink is removed, not its target. Directories and missing files are ignored."""
+    """If a listed file is a symlink, only the symlink is removed. Directories and missing files are ignored."""
     paths = Paths(tmp_path)
     paths.bosh_etc.mkdir(parents=True)
     compiler, kept, link, library = (tmp_path / name for name in ("cc", "kept", "link", "lib.a"))

@@ -16,7 +16,7 @@ AUTHORITY = Authority()
 
 
 def agent(begin: float, end: float) -> str:
-    """Return a certificate that is valid between two times, both given in seconds from now."""
+    """Return a certificate that is valid from ``begin`` to ``end``, both in seconds from now."""
     return AUTHORITY.agent("agent", valid=(begin, end)).certificate
 
 

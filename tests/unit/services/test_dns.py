@@ -1,4 +1,4 @@
-"""DNS records: which are accepted, how they are stored, and the hosts file that is written from them."""
+"""DNS records: which ones are accepted, how they are stored, and how the hosts file is written from them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_invalid_dns_blob_leaves_records_and_hosts_unchanged(
 async def test_sync_dns_succeeds_if_the_hosts_file_cannot_be_written(
     dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The records are stored for bosh-dns, which is all that the Director expects."""
+    """The records are stored for bosh-dns. The Director expects no more than that."""
     real = files.write_atomic
 
     def refuse(path: Path, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:

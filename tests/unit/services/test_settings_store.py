@@ -21,7 +21,7 @@ from tests.support.waiting import until
 
 
 class Files:
-    """A source file for settings, and a store that looks at it every 10 ms."""
+    """A settings file as a CPI writes it, and a store that checks this file every 10 ms."""
 
     def __init__(self, base: Path) -> None:
         self.paths = Paths(base)

@@ -104,7 +104,7 @@ async def test_state_is_restored_to_a_new_root_file_system(paths: Paths, restart
 
 
 async def test_state_backup_is_complete_when_update_returns(paths: Paths) -> None:
-    """Deletions are backed up too, because otherwise an unmounted disk would return after a restore."""
+    """Deletions must be backed up as well. Otherwise, for example, an unmounted disk would return after a restore."""
     fill(paths)
     agent = await start(paths)
 
@@ -300,7 +300,7 @@ async def test_own_state_copy_overrides_another_agents_root_file_system(paths: P
 
 
 async def test_new_volume_gets_a_state_copy(paths: Paths) -> None:
-    """The root file system is the old one, but the volume is new and empty."""
+    """The root file system is still the same, but the volume has been replaced with an empty one."""
     contents = fill(paths)
     await start(paths)
     files.remove_tree(paths.data)

@@ -1,4 +1,4 @@
-"""The format of vitals, whatever the kernel reports, and the timeout for disks that do not respond."""
+"""The format of vitals, which is valid whatever the kernel reports, and the timeout for disks that do not respond."""
 
 from __future__ import annotations
 
@@ -163,9 +163,9 @@ async def test_hanging_disk_does_not_delay_vitals(paths: Paths, proc: Path, monk
 
 @pytest.mark.parametrize("start_ticks", [10**15, 10**400, -5])
 async def test_vitals_never_contain_an_uptime_of_zero(paths: Paths, proc: Path, start_ticks: int) -> None:
-    """PID 1 may seem to have started in the future, because of lxcfs or a wrong clock.
+    """Because of lxcfs or a wrong clock, PID 1 may seem to have started in the future.
 
-    Its age is then unknown, so ``uptime`` is empty.
+    The uptime is then unknown, so ``uptime`` is empty.
     """
     write(proc, **{"1__stat": stat_of_init(start_ticks)})
 

@@ -260,7 +260,7 @@ async def test_unreadable_lease_is_watched_until_it_expires(
 
 
 def test_empty_lease_file_can_be_taken(tmp_path: Path) -> None:
-    """The agent that created the file has not written a lease yet."""
+    """Another agent has created the file but has not written a lease to it yet."""
     (tmp_path / volume_lease.NAME).touch()
 
     assert leases().hold(tmp_path) == ""
@@ -268,7 +268,9 @@ def test_empty_lease_file_can_be_taken(tmp_path: Path) -> None:
 
 @pytest.mark.attack("a job replaces the marker or the lease on its disk with a link or a FIFO")
 def test_taking_a_lease_follows_no_symlink_and_does_not_wait_for_a_fifo(tmp_path: Path) -> None:
-    """A job can write to its disk, and could otherwise make root overwrite a file or wait forever."""
+    """A job can write to its disk. By means of a symlink or a FIFO, it could otherwise make root overwrite a file or
+    wait forever.
+    """
     victim = tmp_path / "victim"
     victim.write_text("precious")
     for trap in ("link to a file", "link to a directory", "pipe"):

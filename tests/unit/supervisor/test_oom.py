@@ -45,5 +45,5 @@ def test_oom_kills_are_read_from_the_cgroup_of_the_container(tmp_path: Path, mon
 
 
 def test_no_exit_is_attributed_to_oom_on_kernels_without_a_kill_counter() -> None:
-    """On such a kernel, the agent cannot know why a process was killed."""
+    """If the kernel has no counter of OOM kills, the agent cannot know why a process was killed."""
     assert not Kills(lambda: None).claim()

@@ -123,7 +123,7 @@ def test_path_check_of_a_missing_path_has_no_findings(tmp_path: Path) -> None:
 
 
 def test_path_check_with_an_unknown_user_or_group_is_a_data_access_error(path: Path) -> None:
-    """In contrast, monit refuses to start if the user or group of a rule does not exist."""
+    """monit behaves differently: it refuses to start if the user or group of a rule does not exist."""
     watch = watch_of(path, "failed uid nobody-of-that-name", "failed gid nobody-of-that-name", "size > 5")
 
     assert failure_texts(watch) == [

@@ -91,7 +91,7 @@ def test_service_without_a_monitored_process_has_no_statistics(stats: ProcessSta
 def test_cpu_share_is_measured_since_the_last_query(stats: ProcessStats, monkeypatch: pytest.MonkeyPatch) -> None:
     """The share is between 0 and 100 %.
 
-    A query within a second of the last one returns the same share. For a new process, the calculation starts afresh.
+    A query within a second of the previous one returns the same share. For a new process, the measurement starts anew.
     """
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

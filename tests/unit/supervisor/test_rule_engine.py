@@ -93,7 +93,7 @@ async def test_rule_failure_is_kept_until_the_recovery_condition_is_met(tmp_path
 
 
 async def test_exception_in_a_check_ends_the_rule_engine(tmp_path: Path) -> None:
-    """The exception is a bug, which the caller logs before it restarts the engine."""
+    """Such an exception is caused by a bug. The caller logs it and restarts the engine."""
 
     async def fail(*_: object) -> None:
         raise RuntimeError("a bug")

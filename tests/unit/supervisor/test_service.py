@@ -584,7 +584,9 @@ async def test_bpm_stop_uses_the_earlier_deadline_of_the_request_and_the_monit_f
 
 @played
 async def test_explicit_start_forgets_that_the_service_was_stopped_with_its_dependency() -> None:
-    """Otherwise a later start of the service on which it depends would also start this service."""
+    """If the service did not forget this, a later start of the service on which it depends would also start this
+    service.
+    """
     service = service_on(SimulatedMachine())
     service.record.was_taken_along = True
     service.start()

@@ -244,7 +244,7 @@ async def test_supervisor_is_wanted_from_a_start_until_a_stop(paths: Paths) -> N
 
 
 async def test_start_during_a_stop_leaves_no_stop_marker(supervisor: Supervisor, paths: Paths) -> None:
-    """The start takes effect, although the stop is still in progress."""
+    """The start takes effect, although the stop is still in progress, so no marker of the stop may remain."""
     stopping = asyncio.create_task(supervisor.stop(wait=False))
     await asyncio.sleep(0)
     await supervisor.start()

@@ -137,7 +137,7 @@ class Model:
 
 @dataclass
 class Walk:
-    """A service on a simulated machine, and the model with which it is compared."""
+    """A service on a simulated machine, together with the model to which it is compared."""
 
     machine: SimulatedMachine = field(default_factory=SimulatedMachine)
     events: list[Event] = field(default_factory=list)
@@ -157,7 +157,7 @@ class Walk:
             await self.running
 
     async def next_agent(self, *, is_same_container: bool) -> None:
-        """Simulate the death of the agent and the start of its successor, which resumes from the saved record.
+        """Simulate that the agent dies and its successor resumes from the saved record.
 
         Unless ``is_same_container`` is set, all processes die with the agent.
         """

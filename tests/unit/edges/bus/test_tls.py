@@ -1,4 +1,4 @@
-"""TLS contexts of the bus: the required settings, and private keys that must not be left on disk."""
+"""TLS contexts of the bus: their settings, and private keys that must not be left on disk."""
 
 from __future__ import annotations
 

@@ -143,7 +143,9 @@ STORE, TARGET = MountPoint(HERE / "store"), MountPoint(HERE / "target")
 
 
 def test_mounting_an_unreadable_volume_fails() -> None:
-    """The agent cannot tell whether the volume is new. If it is, the previous disk has to be mounted first."""
+    """The agent cannot tell whether the volume is new. If it were new, the previous disk would have to be mounted
+    first.
+    """
     view = View(STORE, TARGET, {"a": msgspec.structs.replace(unmarked("a"), is_empty=None)})
 
     with pytest.raises(ActionError, match="^cannot read the volume of disk a at /volumes/a$"):
@@ -183,7 +185,7 @@ def test_unmount_of_a_disk_without_a_marker_is_recorded_on_the_root_file_system(
 
 
 def test_recorded_unmount_overrides_a_mount_of_the_container_runtime() -> None:
-    """The runtime's mount stays in place, and the volume has no marker that shows the unmount."""
+    """The runtime's mount stays in place, and there is no marker on the volume to show that the disk was unmounted."""
     store = msgspec.structs.replace(STORE, shown={"a": True}, is_mount=True)
     view = View(store, TARGET, {"a": unmarked("a")})
 

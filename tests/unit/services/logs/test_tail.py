@@ -42,7 +42,7 @@ def append(path: Path, text: str) -> None:
 
 
 def new_output(follower: Follower, clock: Clock) -> list[str]:
-    """Advance the clock until a search for new files is due, and return the output of a poll."""
+    """Advance the clock until the follower is due to search for new files, and return the lines of its next poll."""
     clock.now += tail.SEARCH_PERIOD_S
     return [line.plain() for line in follower.poll()]
 

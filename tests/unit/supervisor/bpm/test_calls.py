@@ -1,4 +1,4 @@
-"""How programs in a monit file that call ``bpm start`` or ``bpm stop`` are recognized."""
+"""Recognition of programs in a monit file that call ``bpm start`` or ``bpm stop``."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_bpm_config_does_not_convert_text_values(written: str, expected: str) ->
 
 
 def test_bpm_env_values_are_text() -> None:
-    """Keys are converted to text as well. A null value becomes empty, and a null key is ignored."""
+    """Keys are also converted to text. A null value becomes an empty text, and a null key is ignored."""
     assert one("env: {A: true, 5: 0x1f, yes: ~, ~: x, <<: {A: 1, B: 2}}").env == {
         "A": "true",
         "5": "0x1f",
@@ -336,7 +336,7 @@ def test_bpm_env_values_are_not_shown_in_errors() -> None:
 
 
 def test_bpm_root_directory_is_configurable() -> None:
-    """With another root directory, volumes must be inside that directory."""
+    """If another root directory is configured, volumes must be inside that directory."""
     text = "processes:\n- {name: a, executable: b, additional_volumes: [{path: /scratch/data/x}]}"
 
     assert (

@@ -22,7 +22,7 @@ from agent_shim.supervisor.monit.reader import Reader
     ],
 )
 def test_parser_error_contains_the_line_column_and_token(text: str, expected: str) -> None:
-    """Lines and columns are counted from one, and columns in characters."""
+    """Lines and columns are counted from one. A column counts characters and not bytes."""
     assert str(Reader(text).error("b")) == f"{expected}, expected b"
 
 

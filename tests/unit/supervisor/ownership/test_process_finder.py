@@ -161,7 +161,7 @@ class Handle:
 
 
 async def test_process_handles_are_released_once() -> None:
-    """If the start program has become the process itself, program and process share one handle."""
+    """If the start program has become the service's process, both are the same process and share one handle."""
     calls: list[str] = []
     finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
     finder.program, finder.process = cast("Any", Handle("program", calls)), cast("Any", Handle("process", calls))

@@ -100,7 +100,9 @@ def test_pidfile_must_be_newer_than_the_process_and_owned_by_a_user_who_may_sign
 def test_process_without_a_keeper_must_run_a_program_of_a_job(
     monkeypatch: pytest.MonkeyPatch, line: str, executable: str, owner: int, is_named: bool
 ) -> None:
-    """A process without a keeper was started by hand or by monit. The agent watches it but never signals it."""
+    """A process without a keeper was started by hand or by monit. The agent watches such a process but never signals
+    it.
+    """
     monkeypatch.setattr(proc, "executable", lambda _: executable)
     monkeypatch.setattr(proc, "command_line", lambda _: line)
 
@@ -111,7 +113,7 @@ def test_process_without_a_keeper_must_run_a_program_of_a_job(
 
 
 def test_pidfile_of_an_ended_process_does_not_identify_another_process() -> None:
-    """Another process may have got the same pid since then. A new pidfile is accepted."""
+    """Another process may have been given the same pid since then. A new pidfile is accepted."""
     record = ProcessRecord(named_by=NEWER)
 
     assert tie(keepers("web"), ONE, SPEC, record, NEWER) == (Tie.NONE, "its pidfile is older than the process")
