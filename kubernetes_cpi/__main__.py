@@ -10,14 +10,14 @@ import sys
 from typing import Final, NoReturn
 
 ALLOCATIONS_BEFORE_COLLECTION: Final = 100_000
-"""Number of allocations that triggers a garbage collection. The imports stay below it and keep all objects that they
-allocate, so a collection during the imports would only waste time.
+"""Number of allocations that triggers a garbage collection. It is high enough that none runs during the imports, whose
+objects nearly all stay in use.
 """
 
 
 def take_stdout() -> int:
-    """Redirect standard output to standard error, so that nothing that libraries and child processes print gets into
-    the response. Return a descriptor of the original standard output, to which the response is written.
+    """Redirect standard output to standard error, so that output of libraries and child processes cannot end up in the
+    response. Return a descriptor of the original standard output for writing the response.
     """
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process exits
@@ -30,7 +30,7 @@ def take_stdout() -> int:
 def run() -> NoReturn:
     """Run the CPI and exit the process.
 
-    The CPI job calls this function with ``python -c`` instead of ``-m``, which would import ``runpy`` and its
+    The CPI job calls this function with ``python -c``, because ``python -m`` would also import ``runpy`` and its
     dependencies.
     """
     gc.set_threshold(ALLOCATIONS_BEFORE_COLLECTION)

@@ -1,7 +1,7 @@
-"""The program of helper pods: bind a disk into a running VM, unmount it, or restart the VM.
+"""The program that helper pods run: bind a disk into a running VM, unmount it, or restart the VM.
 
-The CPI passes the text of this file to a container as an argument, where any Python from 3.9 on runs it. It imports
-only the standard library, and no module imports it.
+The CPI passes the text of this file to a container as an argument, and the container runs it with any Python from 3.9
+on. The file therefore imports only the standard library, and no module imports it.
 
     attach DISK TARGET POD_UID              mount DISK on TARGET, wait for SIGTERM, unmount DISK, and exit
     detach TARGET POD_UID HOLDER PATIENCE   unmount the disk of the attachment whose pod has the UID HOLDER
@@ -9,17 +9,17 @@ only the standard library, and no module imports it.
     reboot POD_UID GRACE                    terminate PID 1 of the VM's container, so that the kubelet restarts it
 
 DISK is the path at which the claim is mounted in the helper. TARGET lies below a directory of the node that is mounted
-into both the helper and the VM. A process belongs to the VM if its cgroup path contains the UID of the VM's pod. This
-program can see these processes only in the node's PID namespace.
+into both the helper and the VM. A process belongs to the VM if its cgroup path contains the UID of the VM's pod. To see
+these processes, the helper must run in the node's PID namespace.
 
 If a VM is allowed to mount, its root user can move a mount, bind it elsewhere, clone it and rename its directory. A
 path therefore does not identify a disk. Instead, this program looks for the disk's device and root in its own mount
-table and in those of all threads of the VM, and for its device among their open descriptors.
+table and in those of all threads of the VM, and for the disk's device among the open descriptors of these threads.
 
 Any unprivileged process on the node can have a hundred thousand mounts with long names in each of its mount namespaces.
-This program therefore reads mount tables line by line, and does not read one again for each process that shares it.
-Such a process may also have files open on a file system that never answers, so this program makes no system call that
-would query the file system of an open file.
+This program therefore reads mount tables line by line, and reads each table only once even if several processes share
+it. Such a process may also have files open on a file system that never answers, so this program makes no system call
+that would query the file system of an open file.
 """
 
 from __future__ import annotations
@@ -190,10 +190,10 @@ def points(disk: Mount, target: str) -> list[str]:
 
 
 def parents_in_vm(disk: Mount, uid: str) -> Iterator[FsDirectory]:
-    """Return the parent of each mount that shows the disk, or a part of it, to a thread of the VM.
+    """Return the root of the parent mount of each mount through which a thread of the VM sees the disk or a part of it.
 
     The result is ``FsDirectory("", "")`` for a mount whose parent is not in the same mount table, and for a mount that
-    is in no mount table but that a thread keeps open with a descriptor.
+    is in no mount table but that a thread still reaches through an open descriptor.
     """
     pids = list(processes(uid))
     listed = bytearray()
@@ -257,7 +257,7 @@ def different_threads(pid: int, what: int) -> Iterator[str]:
 
 
 def number_in(fdinfo: str) -> int:
-    """Return the mount id of an open file, given the path of its fdinfo file below /proc."""
+    """Return the id of the mount through which a file was opened, given the path of the file's fdinfo below /proc."""
     with open(fdinfo, "rb") as file:
         return next((int(line.split()[1]) for line in file if line.startswith(b"mnt_id:")), 0)
 
@@ -326,7 +326,9 @@ def sweep(above: str) -> None:
 
 
 def different_tables(tasks: Iterable[str]) -> Iterator[str]:
-    """Return one process or thread for each mount table. Processes with the same namespace and root share a table."""
+    """Yield one process or thread for each distinct mount table. Tasks with the same mount namespace and root share a
+    table.
+    """
     found = set()
     for task in tasks:
         with contextlib.suppress(OSError):
@@ -362,8 +364,8 @@ def directory(target: str) -> int:
 
 
 def mount(disk: str, place: int, uid: str) -> None:
-    """Bind the disk on the directory with descriptor ``place``. If the VM has its own user namespace, the mount is
-    idmapped.
+    """Bind-mount the disk on the directory that is open as descriptor ``place``. If the VM has its own user namespace,
+    the mount is idmapped.
     """
     userns = foreign_userns(uid)
     if userns is None:
@@ -448,7 +450,10 @@ def processes(uid: str) -> Iterator[int]:
 
 
 def threads(pid: int | str) -> list[str]:
-    """Return the threads of a process below /proc, the first thread first. Each may have mounts of its own."""
+    """Return the threads of a process as paths relative to /proc, main thread first.
+
+    Each thread may be in a different mount namespace.
+    """
     with contextlib.suppress(OSError):
         return [f"{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
     return []
@@ -471,7 +476,7 @@ def start_of(pid: int) -> str:
 
 
 def is_mounted(target: str) -> bool:
-    """Return True if the path is a mount point, even of a bind mount of the same file system.
+    """Return True if the path is a mount point, even if a directory of the same file system is bind-mounted there.
 
     Symlinks are not followed.
     """
@@ -516,9 +521,9 @@ def unescaped(field: bytes) -> str:
 def text_of(name: str) -> str:
     """Return the content of a file below /proc, or "" if the process is gone.
 
-    Process and mount names can contain any bytes. The kernel escapes newlines in process names and mount paths, and
-    blanks in mount paths, but no other character that Python treats as a line break or a blank. Callers therefore split
-    the text at the newline character instead of using ``splitlines``.
+    Process and mount names can contain any bytes. The kernel escapes newlines in both, and blanks in mount paths, but
+    no other character that Python treats as a line break or a blank. Callers therefore split the text at newlines
+    instead of calling ``splitlines``.
     """
     with contextlib.suppress(OSError), open(f"/proc/{name}", "rb") as file:
         return os.fsdecode(file.read())

@@ -39,8 +39,8 @@ CPU: Final = "50m"
 1m.
 """
 CPU_OF_ATTACHMENT: Final = "10m"
-"""CPU request of an attachment, which only sleeps while the disk is attached. Mounting a disk takes 3.5 s with this
-request.
+"""CPU request of an attachment. It is low because an attachment only sleeps while the disk is attached. Mounting a disk
+takes 3.5 s with this request.
 """
 POLICY: Final = "PodSecurity|denied the request"
 """Regular expression for refusals by Pod Security or a webhook. Their status, 403, does not identify them, because
@@ -70,7 +70,9 @@ def manifest(session: Session, vm: Object, disk: str) -> Object:
 
 
 def refusal(session: Session, namespace: str, vm: Object) -> str:
-    """Return the cluster's reason for refusing live attachments to a VM like this one, or "" if it would admit them."""
+    """Check with a dry run whether the cluster admits live attachments for a VM like ``vm``. Return "" if it does,
+    otherwise the reason why not.
+    """
     metadata, spec = {**vm["metadata"], "uid": ""}, {**vm["spec"], "nodeName": "any"}
     body = manifest(session, {**vm, "metadata": metadata, "spec": spec}, "disk-of-a-question")
     try:
@@ -180,8 +182,8 @@ def of(session: Session, vm: str) -> list[Object]:
 
 
 def disks_of(attachments: Sequence[Object]) -> list[str]:
-    """Return the disks of these attachments. This includes attachments that are being deleted but still wait for the VM
-    to stop using the disk.
+    """Return the disks of these attachments, including those that are being deleted but still wait for the VM to stop
+    using the disk.
     """
     kept = [pod for pod in attachments if not pods.has_stopped(pod)]
     return [claim for pod in kept for claim in manifests.claims_of(pod)]

@@ -1,7 +1,7 @@
 """PodDisruptionBudgets for instance groups, so that a node drain evicts only one VM of a group at a time.
 
-Because VMs are bare pods, a budget can only state an absolute number of available pods. It is one less than the number
-of VMs in the group.
+Kubernetes supports relative budgets, such as `maxUnavailable`, only for pods that a controller manages. VMs are bare
+pods, so each budget instead states how many pods must stay available: one less than the group has VMs.
 """
 
 from __future__ import annotations

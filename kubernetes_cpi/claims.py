@@ -19,7 +19,7 @@ from kubernetes_cpi.errors import ApiError, CpiError, DiskNotFoundError, InputEr
 from kubernetes_cpi.session import Session
 
 ATTEMPTS: Final = 10
-"""How often a change is attempted if other calls keep changing the object."""
+"""Maximum number of attempts to change an object that other calls keep changing."""
 
 
 class InUseError(CpiError):
@@ -88,7 +88,9 @@ def hold(session: Session, disk: str, vm: str) -> Held:
 
 
 def check_free(claim: Object, users: Sequence[Object]) -> list[str]:
-    """Return the VMs among ``users`` that are detaching the claim. Raises ``InUseError`` if anything else uses it."""
+    """Return the VMs among the owners of ``users`` that have detached the disk but still have it mounted. Raises
+    ``InUseError`` if any other pod uses the disk.
+    """
     disk, holder = claim["metadata"]["name"], annotation(claim, names.HOLDER)
     for pod in users:
         owner = owner_of(pod)
@@ -100,7 +102,7 @@ def check_free(claim: Object, users: Sequence[Object]) -> list[str]:
 
 
 def record_detach(session: Session, disk: str, vm: str) -> None:
-    """Record that ``vm`` is detaching a disk. Does nothing if another VM holds the disk."""
+    """Record that ``vm`` no longer holds a disk but may still mount it. Does nothing if another VM holds the disk."""
     for _ in range(ATTEMPTS):
         claim = find(session, disk)
         if claim is None or annotation(claim, names.HOLDER) not in ("", vm):

@@ -50,7 +50,7 @@ class Resource(msgspec.Struct, frozen=True):
     def document(
         self, name: str, labels: Mapping[str, str], spec: Object, annotations: Mapping[str, str] | None = None
     ) -> Object:
-        """Return an object of this kind."""
+        """Build an object of this kind from its metadata and spec."""
         return {
             "apiVersion": self.prefix.partition("/")[2],
             "kind": self.kind,
@@ -190,7 +190,7 @@ class Client:
     ) -> Iterator[Object | None]:
         """Yield each state of an object, beginning with ``start`` or the current state, until ``deadline`` (monotonic).
 
-        Yields None and ends when the object is gone.
+        When the object is gone, yields None and stops.
 
         At least every ``tick_s`` seconds, the current state is yielded even if it is unchanged, so that the caller can
         check the time.
@@ -297,8 +297,8 @@ class Client:
     def _watch(
         self, resource: Resource, namespace: str, name: str, version: str, seconds: float
     ) -> Iterator[Object | None]:
-        """Yield the states that an object had after ``version``, until the server ends the watch after about
-        ``seconds``.
+        """Yield each state of an object after the resource version ``version``, until the server closes the watch after
+        about ``seconds``.
         """
         whole = max(1, round(seconds))
         query = urllib.parse.urlencode(
@@ -408,8 +408,8 @@ def _tls(access: Access) -> ssl.SSLContext:
 
 
 class _private_file:  # noqa: N801 - used as a function
-    """A context manager that provides a text as a file that only this process can read, because `ssl` loads keys only
-    from files.
+    """A context manager that writes a text to a file that only this process can read. It is needed because `ssl` loads
+    keys only from files.
     """
 
     def __init__(self, text: str) -> None:
@@ -425,9 +425,9 @@ class _private_file:  # noqa: N801 - used as a function
 
 
 def _refusal(what: str, status: int, data: bytes) -> ApiError:
-    """Return the server's refusal, a Status object, as an error.
+    """Convert the server's response to a refused request, a Status object, to an ``ApiError``.
 
-    If a proxy sent an error page instead, only its first 200 bytes are quoted.
+    If a proxy sent an error page instead of a Status object, the error quotes the page's first 200 bytes.
     """
     try:
         document = msgspec.json.decode(data, type=Object)

@@ -39,7 +39,7 @@ class ExecCredential(msgspec.Struct, frozen=True):
 
 
 class Access(msgspec.Struct):
-    """Address and credentials of an API server. ``renew`` reads the token file and runs the exec plugin again."""
+    """Address and credentials of an API server. ``renew`` rereads the token file and reruns the exec plugin."""
 
     server: str
     ca: str = ""
@@ -56,7 +56,7 @@ class Access(msgspec.Struct):
     origin: str = "the configuration"
 
     def renew(self) -> None:
-        """Read the credentials again, because they may have changed, and hide them in the log."""
+        """Read the credentials again, in case they have changed, and redact them in the log."""
         if self.token_file:
             self.token = _text(self.token_file, "token")
         if self.plugin:
@@ -99,7 +99,7 @@ class Access(msgspec.Struct):
 
 
 def access(cluster: Cluster) -> Access:
-    """Return the API server and credentials that the configuration names."""
+    """Return the API server's address and credentials according to the configuration."""
     has_kubeconfig = bool(cluster.kubeconfig or cluster.kubeconfig_file)
     found = _from_kubeconfig(cluster) if has_kubeconfig else _from_properties(cluster)
     found.renew()

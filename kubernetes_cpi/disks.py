@@ -32,8 +32,8 @@ MIB: Final = 1024**2
 
 
 def create(session: Session, size_mib: int, cloud_properties: Object | None = None, vm: Cid | None = None) -> str:
-    """Create the claim of a disk, or use the claim that was reserved for the VM. Return its cid without waiting for a
-    volume.
+    """Create the claim of a disk, or use the claim that was reserved for the VM. Return the disk's cid without waiting
+    until a volume is bound to the claim.
     """
     if size_mib <= 0:
         raise InputError(f"cannot create a disk of {size_mib} MiB")
@@ -62,8 +62,8 @@ def create(session: Session, size_mib: int, cloud_properties: Object | None = No
 
 
 def delete(session: Session, disk: Cid) -> None:
-    """Delete the claim of a disk. If a pod that has detached the disk still mounts it, the cluster keeps the claim
-    until that pod has terminated.
+    """Delete the claim of a disk. If the disk is detached but a pod still mounts it, the cluster keeps the claim until
+    that pod has terminated.
     """
     claim, namespace = claims.find(session, disk), session.namespace_of(disk)
     if claim is None:
@@ -224,8 +224,8 @@ def _pod(session: Session, vm: str) -> Object:
 
 
 def _release(session: Session, disk: str, held: claims.Held) -> None:
-    """Make those pods unmount a disk whose VMs have already detached it: delete each pod, or recreate it without the
-    disk.
+    """Free a disk for a new VM after ``claims.hold`` has returned ``held``. Each VM in ``held`` has detached the disk,
+    but its pod may still mount it; such a pod is deleted, or recreated without the disk.
     """
     for other in dict.fromkeys([*held.lingering, *filter(None, [held.detached_from])]):
         pod = session.find(PODS, other, names.KIND_VM)
@@ -277,7 +277,7 @@ def _reserved_disk(session: Session, vm: str, size_mib: int, request: str) -> st
 
 
 def _grow(session: Session, claim: Object, size_mib: int) -> None:
-    """Request a larger volume, and wait until it has grown, up to `timeouts.resize`."""
+    """Request a larger volume, and wait for up to `timeouts.resize` until it has grown."""
     name, wanted = claim["metadata"]["name"], size_mib * MIB
     has = manifests.amount_of(claim["spec"]["resources"]["requests"]["storage"])
     if wanted < has:

@@ -68,6 +68,6 @@ class ApiError(CpiError):
 
 
 class UnreachableError(CpiError):
-    """The API server did not respond within the time limit of all attempts."""
+    """The API server did not respond to any attempt within the time limit for all attempts (`timeouts.retry`)."""
 
     ok_to_retry = True

@@ -35,8 +35,8 @@ def unknown(session: Session, *, is_deleting: bool) -> list[Leftover]:
     Director's records.
 
     The cluster is queried before the Director, so objects that a task creates between the two queries are not listed.
-    Objects that a running task created earlier may be listed, because the Director does not have them in its records
-    yet. With ``is_deleting``, ``InputError`` is therefore raised while a task runs.
+    However, objects that a running task created earlier may be listed, because they are not in the Director's records
+    yet. If ``is_deleting`` is set, ``InputError`` is therefore raised while a task is running.
     """
     objects = [(resource, one) for resource in KINDS for one in _of_director(session, resource)]
     if is_deleting:

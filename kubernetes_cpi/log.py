@@ -15,7 +15,7 @@ MIN_SECRET_CHARS: Final = 6
 """Minimum length of a secret. Shorter texts are not redacted, because they would match too much of the log."""
 HIDDEN: Final = "<redacted>"
 NOT_SECRET: Final = frozenset({"group", "groups", "tags"})
-"""Keys of `env.bosh` whose values the Director does not redact in its own log either (clouds/external_cpi.rb)."""
+"""Keys of `env.bosh` whose values are not redacted. The Director's own log shows them too (clouds/external_cpi.rb)."""
 
 _USERINFO: Final = re.compile(r"://([^/@\s]+)@")
 
@@ -49,7 +49,7 @@ def summary(name: str, seconds: float) -> str:
 
 
 def hide(document: Any) -> None:
-    """Treat all strings in ``document`` as secrets, except those in ``NOT_SECRET``."""
+    """Redact all strings in ``document`` from now on, except the values of the keys in ``NOT_SECRET``."""
     _secrets.update(text for text in _texts(document) if len(text) >= MIN_SECRET_CHARS)
 
 

@@ -1,6 +1,6 @@
-"""Pods, Secrets and claims as documents. The functions are pure, so equal requests produce equal documents.
+"""Build the documents of pods, Secrets and claims. The functions are pure, so equal requests produce equal documents.
 
-Kubernetes 1.20 supports all fields, except those that only some tiers and properties use.
+Kubernetes supports all fields since version 1.20, except those that only some tiers and properties use.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ class Vm(msgspec.Struct, frozen=True):
     pull_policy: str
     host_path: str
     storage_class: str
-    """StorageClass for claims that name none, from the configuration."""
+    """The configured StorageClass, for claims that do not name one."""
 
     @property
     def has_data_claim(self) -> bool:
-        """Return True if `/var/vcap/data` outlives the pod."""
+        """Return True if `/var/vcap/data` is a claim, which outlives the pod, rather than an emptyDir."""
         chosen = self.properties.ephemeral_disk.type or ("empty_dir" if self.attach == "never" else "claim")
         return chosen == "claim"
 
@@ -256,8 +256,8 @@ def group_policy(policy: NetworkPolicy, vm: Vm) -> Object:
 
 
 def _rules(policy: NetworkPolicy | None) -> Mapping[str, list[dict[str, Any]]]:
-    """Return the group's rules for each direction that it restricts. For the other directions, the namespace's policy
-    applies.
+    """Return the group's rules for each direction of traffic that its policy restricts. The namespace's policy applies
+    to a direction that is left out.
     """
     given = {"ingress": policy.ingress, "egress": policy.egress} if policy else {}
     return {direction: rules for direction, rules in given.items() if rules is not None}
@@ -289,8 +289,8 @@ def amount_of(quantity: str) -> float:
 
 
 def requests_of(pod: Object) -> dict[str, str]:
-    """Return the resource requests of a VM's container. They are those of the pod, because the init container that
-    copies the agent requests nothing.
+    """Return the resource requests of a VM's container. They are also those of the whole pod, because the init
+    container that copies the agent requests nothing.
     """
     requests = pod["spec"]["containers"][0].get("resources", {}).get("requests") or {}
     return {resource: str(quantity) for resource, quantity in requests.items()}
@@ -569,7 +569,7 @@ def _scheduling(vm: Vm) -> Object:
 
 
 def _require_node(affinity: Object, term: Object) -> None:
-    """Add ``term`` to each alternative of the required node affinity."""
+    """Require ``term`` in the pod's node affinity, in addition to each alternative that is already there."""
     rule = affinity.setdefault("nodeAffinity", {}).setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
     terms = rule.setdefault("nodeSelectorTerms", []) or [{}]
     rule["nodeSelectorTerms"] = [
@@ -590,8 +590,8 @@ def _copied(document: Object) -> Object:
 
 
 def _group_labels(vm: Vm) -> dict[str, str]:
-    """Return the deployment and instance group as labels. set_vm_metadata later sets the same labels and further
-    ones.
+    """Return the names of director, deployment and instance group as labels. set_vm_metadata sets these labels again
+    later, along with others.
     """
     labels, _ = names.metadata(dict(zip(("director", "deployment", "instance_group"), vm.groups, strict=False)))
     return labels | ({names.GROUP: vm.group} if vm.group else {})

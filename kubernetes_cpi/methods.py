@@ -1,4 +1,6 @@
-"""CPI methods by name, and the function that implements each. ``kubernetes_cpi.door`` implements `info`."""
+"""Table of CPI methods and the functions that implement them. Only `info` is implemented elsewhere, in
+``kubernetes_cpi.door``.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Converts a VM's networks into the agent's network settings, into annotations and the DNS configuration of the pod,
-and into Services for `vip` networks.
+"""Convert a VM's networks to the agent's network settings, to annotations and the DNS configuration of the pod, and to
+Services for `vip` networks.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def service(vip: Vip, vm: str, director: str) -> Object:
 
 
 def ports(given: list[Port]) -> list[Object]:
-    """Return the ports of a Service."""
+    """Convert ports from the cloud properties to ports of a Service."""
     return [
         {
             "name": port.name or f"{port.protocol.lower()}-{port.port}",
@@ -161,7 +161,7 @@ def _vip(name: str, network: RequestedNetwork, properties: NetworkProperties) ->
 def _address_annotations(
     name: str, network: RequestedNetwork, properties: NetworkProperties, defaults: Networks
 ) -> dict[str, str]:
-    """Return the annotations that make the CNI give a pod this address."""
+    """Return the annotations that make the CNI give the pod the network's address."""
     cni = properties.cni or defaults.cni
     filled = {"((ip))": network.ip, "((gateway))": network.gateway, "((prefix))": str(_prefix(network))}
     given = {**defaults.annotations, **properties.annotations}
@@ -210,8 +210,8 @@ def _interface(name: str, network: RequestedNetwork, properties: NetworkProperti
 
 
 def _refuse_prefix(name: str, network: RequestedNetwork) -> None:
-    """Refuse a delegated prefix, because the VM would get only its first address, but the jobs would use all addresses
-    of the prefix.
+    """Reject a delegated prefix on a network that gives a pod only one address, because the jobs would try to use all
+    addresses of the prefix.
     """
     if network.prefix and network.prefix != str(_single_address_prefix(network)):
         raise NotSupportedError(

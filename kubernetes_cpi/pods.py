@@ -37,7 +37,7 @@ NEW_CLAIM_TIMEOUT_S: Final = 60
 WRONG_CONFIGURATION: Final = 78
 """Exit code of an agent that cannot start until its configuration is changed."""
 TELL_S: Final = 3
-"""Seconds without progress after which the events and the agent's log are searched for the reason."""
+"""Seconds without progress after which the CPI looks for the reason in the events and in the agent's log."""
 LOG_LINES: Final = 50
 FORCED_END_S: Final = 30
 CLOCK_MARGIN_S: Final = 0.5
@@ -126,10 +126,10 @@ def end(
 ) -> bool:
     """Delete a pod and wait until its containers have terminated. Return False if there is no pod.
 
-    With ``is_name_needed``, also wait until the object is gone, so that a pod of the same name can be created.
+    If ``is_name_needed`` is set, also wait until the object is gone, so that a pod of the same name can be created.
 
-    The node must confirm within the grace period plus `timeouts.delete_vm` that the containers have terminated. Without
-    this confirmation, ``CpiError`` is raised if the node is Ready. If it is not, the node may be dead, so the pod is
+    The node must confirm within the grace period plus `timeouts.delete_vm` that the containers have terminated. If it
+    does not, ``CpiError`` is raised as long as the node is Ready. A node that is not Ready may be dead, so its pod is
     deleted by force.
     """
     asked = session.client.delete(PODS, namespace, name, grace_s=grace_s)
@@ -165,7 +165,7 @@ def until_stopped(session: Session, namespace: str, name: str, timeout_s: float)
     """Wait until the container of a deleted pod has exited with status 0 or the pod is gone. Return False if neither
     happens in time.
 
-    Raises ``CpiError`` with the last line of its output if the container has failed.
+    Raises ``CpiError`` with the container's last line of output if it exits with another status.
     """
     for state in session.client.follow(PODS, namespace, name, time.monotonic() + timeout_s):
         if state is None:
@@ -299,7 +299,8 @@ def _kind(pod: Object) -> str:
 def last_words(session: Session, namespace: str, name: str, wanted: str = "") -> str | None:
     """Return the last line of the agent's log that matches the regular expression ``wanted``, or "" if none does.
 
-    Return None if the log cannot be read. Without ``wanted``, warnings take precedence over other lines.
+    If ``wanted`` is empty, return the last warning or error, or the last line if there is none. Return None if the log
+    cannot be read.
     """
     try:
         lines = session.client.log_of(namespace, name, LOG_LINES).splitlines()
@@ -358,7 +359,7 @@ def _waiting(pod: Object) -> tuple[str, str]:
 
 
 def _crash(pod: Object) -> Mapping[str, Any] | None:
-    """Return the last exit of a container that keeps exiting, or None."""
+    """Return how the container last terminated, or None if it has never terminated."""
     container = _container(pod)
     ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated")
     found: Mapping[str, Any] | None = ended

@@ -1,4 +1,4 @@
-"""Cloud properties: those of VMs (vm_types, vm_extensions, AZs), of disks, and of networks."""
+"""Cloud properties of VMs (vm_types, vm_extensions, AZs), disks and networks."""
 
 from __future__ import annotations
 

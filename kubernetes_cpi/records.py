@@ -3,7 +3,7 @@
 A command that deletes VMs relies on this data. Therefore, every answer is decoded into types and must be complete: the
 exit code is 0, the last line is `Succeeded`, and no required member is missing. Otherwise the command stops.
 
-The queries need an admin login, because only admins see every deployment. With the login of a team, `GET /orphaned_vms`
+The queries need an admin login, because only admins see every deployment. With a team's login, `GET /orphaned_vms`
 fails.
 """
 

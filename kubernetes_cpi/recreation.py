@@ -36,8 +36,8 @@ def can_recreate(pod: Object) -> bool:
 
 
 def must_keep_address(session: Session, pod: Object) -> bool:
-    """Return True if a recreation would change an address that the Director has already read, and no property allows
-    that.
+    """Return True if a recreation would change an address that the Director has already read, and the configuration
+    does not permit this.
     """
     is_undecided = (pod["metadata"].get("annotations") or {}).get(names.ATTACH) == "auto"
     return is_undecided and session.config.disks.attach != "recreate"
@@ -105,8 +105,8 @@ def release(session: Session, pod: Object, disk: str) -> None:
 def carry_on(
     session: Session, vm: str, intent: Intent, *, is_enough: Callable[[Object], bool] = pods.is_ready
 ) -> Object:
-    """Create the new pod of a recreation whose old pod is gone, wait for the new pod, and return it. It may run on
-    another node than the old one.
+    """Continue a recreation whose old pod is gone: create the new pod, wait for it, and return it. The new pod may run
+    on a different node.
     """
     namespace = session.namespace_of(vm)
     if intent.live:
@@ -161,9 +161,9 @@ def _record_intent(session: Session, pod: Object, disks: Sequence[str]) -> Inten
 def _is_in_use(session: Session, pod: Object) -> bool:
     """Return True if the VM is in use, that is, if its pod is ready.
 
-    If the VM was just shut down, its pod may still be reported as ready for a while. Recreating such a pod does no
-    harm. If the pod cannot be recreated, however, the call would fail for a VM that is not in use. Therefore, such a
-    pod counts as in use only if it stays ready for `timeouts.unmount` seconds.
+    Shortly after a shutdown, a VM's pod may still be reported as ready. If the pod can be recreated, treating it as in
+    use does no harm. Otherwise, the call would fail because of a VM that is not in use, so the pod counts as in use
+    only if it stays ready for `timeouts.unmount` seconds.
     """
     if can_recreate(pod) or not pods.is_ready(pod):
         return pods.is_ready(pod)

@@ -21,8 +21,8 @@ MAX_NAME_CHARS: Final = 63
 
 
 def make(session: Session, vm: Vm) -> None:
-    """Create or update the objects of the VM's group and of its `vip` networks. The `vip` addresses now lead to this
-    VM, even if they led to another VM before.
+    """Create or update the objects of the VM's group and of its `vip` networks. From now on, the `vip` addresses lead
+    to this VM, even if they led to another VM before.
     """
     for vip in vm.networks.vips:
         _ensure(session, SERVICES, vm.namespace, networks.service(vip, vm.cid, vm.director))
@@ -57,11 +57,11 @@ def remove(session: Session, vm: str, policy: str) -> None:
 
 
 def name_instance(session: Session, vm: str, metadata: Mapping[str, Any]) -> None:
-    """Point the name `DEPLOYMENT-GROUP-INDEX`, taken from the Director's metadata, to a VM. Compilation VMs get no
+    """Point the DNS name `DEPLOYMENT-GROUP-INDEX`, taken from the Director's metadata, to a VM. Compilation VMs get no
     name.
 
     The name remains valid when the VM's address changes. If the name cannot be created, for example because a
-    permission is missing or the Service belongs to somebody else, this is only logged.
+    permission is missing or the Service belongs to somebody else, the reason is only logged.
     """
     parts = [metadata.get(key) for key in ("deployment", "job", "index")]
     if not session.config.networks.instance_names or "compiling" in metadata or None in parts:

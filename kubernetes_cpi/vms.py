@@ -288,8 +288,10 @@ def _hold_disks(session: Session, vm: Vm, disks: Sequence[str]) -> list[str]:
 
 
 def _create_pod(session: Session, vm: Vm, base: Object, disks: Sequence[str], *, is_reserving: bool) -> Object:
-    """Create the claims and the pod of a VM, or reuse those of an earlier attempt. Return the pod. With
-    ``is_reserving``, also create the claim of the persistent disk, if the VM's properties contain one.
+    """Create the claims and the pod of a VM, or reuse those of an earlier attempt. Return the pod.
+
+    If ``is_reserving`` is set and the VM's properties contain `persistent_disk`, also create the claim of that disk and
+    mount it.
     """
     mounted = list(disks)
     if vm.has_data_claim:
@@ -310,8 +312,8 @@ def _create_pod(session: Session, vm: Vm, base: Object, disks: Sequence[str], *,
 def _create_or_compare(
     session: Session, resource: Resource, namespace: str, body: Object, is_same: Callable[[Object, Object], bool]
 ) -> tuple[Object, bool]:
-    """Create an object, or find the existing one. Return the object and whether it matches ``body``; an existing object
-    may differ.
+    """Create an object, or find an existing one of the same name. Return the object, and True if it is new or its
+    content is as in ``body``.
     """
     made, is_new = session.client.ensure(resource, namespace, body)
     session.check_ours(made, names.KIND_VM, VMCreationFailedError)
@@ -436,7 +438,7 @@ def _find_objects(session: Session, vm: str) -> tuple[Object | None, Object | No
 
 
 def _remove_other_objects(session: Session, vm: str, secret: Object | None) -> None:
-    """Delete all other objects of a VM whose pod has terminated."""
+    """Delete all objects of a VM except its pod, which must have terminated already, and its persistent disks."""
     namespace = session.namespace_of(vm)
     attachments.end_all(session, vm)
     # Delete the group's objects before the Secret, which names the NetworkPolicy. If this call is interrupted, its
