@@ -1,9 +1,9 @@
-"""A stand-in for the bosh CLI (bosh-cli 7 with Director 283). Its answers come from the JSON file that
-``STAND_IN_BOSH`` names.
+"""A stand-in for the bosh CLI (bosh-cli 7 with Director 283). It answers from the JSON file that the environment
+variable ``STAND_IN_BOSH`` names.
 
-With `--json` it prints one document, which contains tables, the output of `curl`, and lines. The last line is
-`Succeeded`, or `Exit code 1` after an error message. The member ``failing`` of the file contains the HTTP status for
-each path or command that the Director refuses.
+With `--json`, it prints one document, which contains tables, the output of `curl`, and lines. The last line is
+`Succeeded`, or `Exit code 1` after an error message. The member ``failing`` of the file maps each path or command that
+the Director rejects to an HTTP status.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FAILED = "Director responded with non-successful status code '{}' response '{}'"
 
 
 class CliError(Exception):
-    """An error that the CLI prints."""
+    """An error whose message the CLI prints before it exits with status 1."""
 
 
 class _GoFlagsParser(argparse.ArgumentParser):

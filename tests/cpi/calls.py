@@ -41,7 +41,7 @@ class CpiFailedError(AssertionError):
 
 
 class CpiCalls:
-    """A CPI with a configuration. Like a Director, it increments ``request_id`` with each call."""
+    """Calls a CPI with its own configuration. Like a Director, it gives each request the next ``request_id``."""
 
     def __init__(self, server: FakeApiServer, directory: Path, **config: Any) -> None:
         self.server = server
@@ -94,14 +94,14 @@ class CpiCalls:
         return disk
 
     def refused(self, kind: str, method: str, *arguments: Any, match: str | None = None) -> None:
-        """Check that a call fails with an error of this type."""
+        """Check that a call fails with an error of type ``kind`` whose message matches ``match``."""
         with pytest.raises(CpiFailedError, match=match) as failed:
             self(method, *arguments)
         assert failed.value.type == kind
 
 
 def start(request: bytes, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    """Run the CPI program as a Director does."""
+    """Run the CPI as a new process with a minimal environment, as a Director does."""
     env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "TMPDIR": "/tmp", "HOME": "/"}
     command = [sys.executable, "-m", "kubernetes_cpi", *arguments]
     return subprocess.run(command, input=request, capture_output=True, env=env, cwd=ROOT)
@@ -122,13 +122,13 @@ def checked(raw: bytes) -> Object:
 
 
 class Killed(BaseException):
-    """Simulates a kill: the CPI does not handle this exception, so it neither cleans up nor responds."""
+    """Simulates that the CPI is killed: it does not handle this exception, so it neither cleans up nor responds."""
 
 
 @contextmanager
 def killed_after(count: int) -> Iterator[list[str]]:
-    """Kill the CPI that runs in the block as soon as its ``count``-th request is processed. A watch counts as one
-    request.
+    """Simulate that the CPI called in the block is killed as soon as its ``count``-th request has been processed. A
+    watch counts as one request.
     """
     made: list[str] = []
     asked = ""

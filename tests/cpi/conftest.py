@@ -1,5 +1,5 @@
-"""Provides a new cluster for each test, and checks that the CPI needs no permissions other than those that the Roles in
-deploy/cpi grant.
+"""Provide a new cluster for each test, and check that the CPI needs only the permissions that the Roles in deploy/cpi
+grant.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def cluster(server: FakeApiServer) -> FakeCluster:
 
 @pytest.fixture
 def cpi(server: FakeApiServer, tmp_path: Path) -> CpiCalls:
-    """Return a CPI with short timeouts, so that tests which wait for a timeout are fast."""
+    """Return a CPI with short timeouts. Tests that wait for a timeout then take only seconds."""
     return CpiCalls(
         server,
         tmp_path,

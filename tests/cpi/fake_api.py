@@ -26,7 +26,7 @@ Key = tuple[str, str, str]
 NODE = "node-1"
 TOKEN = "token-of-the-cpi"
 STEP_S = 0.005
-"""Seconds that each action of the scheduler or kubelet takes."""
+"""Seconds that the simulated scheduler or kubelet needs for each action."""
 
 NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 LABEL_KEY = re.compile(r"([a-z0-9.-]+/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
@@ -42,7 +42,7 @@ GROUPS = {
 
 
 class RefusalError(Exception):
-    """The server refuses a request and responds with a Status object."""
+    """Raised if the server rejects a request. The server then responds with a Status object."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -79,7 +79,7 @@ class FakeCluster:
     """All changes so far: resource version, event type, key, and the object after the change."""
     version: int = 100
     memory: int = 10000
-    """Number of versions that the server remembers. A watch from an older version gets status 410."""
+    """Number of past versions that the server remembers. A watch that starts from an older version gets status 410."""
     admission: list[Callable[[str, Object], None]] = field(default_factory=list)
     pod_status: Callable[[Object], Object | None] = lambda _: None
     """Returns the status that the kubelet reports for a pod, or None to report it as running."""
@@ -87,7 +87,7 @@ class FakeCluster:
     """Seconds until a pod runs."""
     is_node_alive: bool = True
     objects_linger_s: float = 0.0
-    """Seconds between the end of a pod's containers and the removal of its object. Kubernetes 1.20 takes several
+    """Seconds from the exit of a pod's containers to the removal of the pod object. Kubernetes 1.20 takes several
     seconds.
     """
     exit_code: int = 0
@@ -126,7 +126,7 @@ class FakeCluster:
                 timer.join()
 
     def hurry(self) -> None:
-        """Run the pending actions of the scheduler and kubelet immediately."""
+        """Run the pending actions of the scheduler and kubelet now instead of when they are due."""
         for timer in self.timers:
             if timer.is_alive():
                 timer.cancel()
@@ -274,7 +274,7 @@ class FakeCluster:
         return {"phase": "Failed", "containerStatuses": [{"restartCount": 0, "state": {"terminated": told}}]}
 
     def _reboot(self, namespace: str, labels: Object) -> None:
-        """If the pod is a helper for a reboot, restart the container of the VM that it is for."""
+        """If a helper pod for a reboot has these labels, restart the container of the VM named in them."""
         vm = ("pods", namespace, labels.get("cpi.bosh.io/vm", ""))
         if labels.get("cpi.bosh.io/kind") == "reboot" and vm in self.objects:
             container, *_ = self.objects[vm]["status"]["containerStatuses"]
@@ -389,7 +389,7 @@ class FakeApiServer:
     def config(self, **more: Any) -> Object:
         """Return a CPI configuration for this server.
 
-        Disks are attached by recreation, because this way exercises most of the CPI's code.
+        By default, disks are attached by recreation, because this exercises more of the CPI's code than the other ways.
         """
         cluster = {"server": self.url, "token": self.token}
         agent = {"mbus": "nats://10.0.0.6:4222"}
@@ -626,7 +626,7 @@ unscheduled, merged = _unscheduled, _merge
 
 
 def waiting(reason: str, message: str) -> Object:
-    """Return the status of a pod whose container does not start for this reason."""
+    """Return the status of a pod whose container cannot start, with this reason and message."""
     state = {"waiting": {"reason": reason, "message": message}}
     return {"phase": "Pending", "containerStatuses": [{"restartCount": 0, "state": state}]}
 

@@ -11,7 +11,7 @@ from tests.cpi.fake_api import FakeApiServer, FakeCluster, waiting
 
 
 def available(cluster: FakeCluster) -> list[int]:
-    """Return the number of VMs that must stay available, for each budget."""
+    """Return the `minAvailable` of each budget, that is, how many VMs must stay available."""
     return [one["spec"]["minAvailable"] for one in cluster.of("poddisruptionbudgets").values()]
 
 
@@ -86,7 +86,7 @@ def test_disruption_budget_is_skipped_if_unsupported_or_forbidden(
 def test_disruption_budget_is_not_written_with_an_outdated_vm_count(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
 ) -> None:
-    """Another VM of the group is created after the CPI has counted the VMs and before it writes the budget, so the CPI
+    """If another VM of the group is created after the CPI has counted the VMs and before it writes the budget, the CPI
     must count again.
     """
     for agent in ("agent-1", "agent-2"):

@@ -72,8 +72,8 @@ def test_create_vm_survives_a_cut_connection(
 def test_create_vm_replacing_a_vm_survives_a_cut_connection(
     cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster
 ) -> None:
-    """The VM's Secret or pod exists with other properties or disks. It must be replaced even if the first response is
-    lost.
+    """If an earlier create_vm has left a Secret or pod with different properties or disks, it must be replaced. This
+    must work even if the first response to the replacement is lost.
     """
     vm, disk = cpi.create_vm(memory=64), cpi("create_disk", 64, {}, None)
     server.fail("POST secrets", cut="after", times=2)
@@ -94,7 +94,9 @@ def test_create_disk_with_a_known_request_id_survives_a_cut_connection(cpi: CpiC
 
 
 def test_reboot_vm_survives_a_cut_connection(cpi: CpiCalls, server: FakeApiServer) -> None:
-    """The first request has created the helper pod, and the retry must use this pod."""
+    """Only the response to the first request is lost, so the retry finds the helper pod already created and must use
+    it.
+    """
     cpi.write(server.config(disks={"attach": "live"}))
     vm = cpi.create_vm(tier="privileged")
     server.fail("POST pods", cut="after")
@@ -152,7 +154,7 @@ def test_conflicting_patch_is_retried_with_the_new_version(
 
 def test_conflict_on_a_quota_is_retried(cpi: CpiCalls, server: FakeApiServer) -> None:
     """If two objects are counted against a quota at the same time, the API server rejects one of them with a conflict.
-    The conflict must be retried, because it does not mean that an object of this name exists.
+    The CPI must retry, and must not mistake this conflict for one with an existing object of the same name.
     """
     server.fail("POST pods", times=2, status=409, message="Operation cannot be fulfilled on resourcequotas")
 
@@ -214,8 +216,8 @@ def test_cut_or_expired_watch_is_restarted(cpi: CpiCalls, server: FakeApiServer,
 def test_watch_continues_on_an_unchanged_object_in_a_busy_cluster(
     cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster
 ) -> None:
-    """A watch must not start from the object's own version. In a busy cluster, the server soon forgets this version and
-    would then reject each watch with 410.
+    """A watch must not start from the version of the watched object. In a busy cluster, the server soon forgets this
+    version and would then reject each watch with 410.
     """
     cluster.memory = 5
     cluster.start_after_s = 1.5

@@ -107,10 +107,10 @@ def test_cpi_doctor_reports_only_a_rejected_token(cpi: CpiCalls, server: FakeApi
 
 
 class DirectorCli:
-    """Installs a stand-in for the bosh CLI in PATH, which reports what the Director's database contains.
+    """Installs a stand-in for the bosh CLI in PATH. The stand-in reports what the Director's database contains.
 
-    The stand-in is a shell script that lets a thread of this process answer, because each command runs it about ten
-    times, and starting an interpreter takes twenty times longer.
+    Each command runs the CLI about ten times, and starting an interpreter takes twenty times longer than starting a
+    shell. The stand-in is therefore a shell script that gets its answers from a thread of this process.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -135,7 +135,7 @@ class DirectorCli:
             self._answered.write_text(f"{code}\n{output}")
 
     def close(self) -> None:
-        """End the thread. If it waits for a script that was killed, it stays until this process exits."""
+        """Stop the thread. If the thread is waiting for a script that was killed, it remains until this process exits."""
         with contextlib.suppress(OSError):
             os.close(os.open(self._asked, os.O_WRONLY | os.O_NONBLOCK))
 
@@ -160,8 +160,8 @@ def director(tmp_path: Path) -> Iterator[DirectorCli]:
 
 
 def leftovers(cpi: CpiCalls, director: DirectorCli, *arguments: str) -> tuple[str, int]:
-    """Run ``leftovers`` in this process, because starting an interpreter takes longer than most of these tests. Return
-    the same as ``command``.
+    """Run ``leftovers`` and return its output and exit code, like ``command``. It runs in this process, because
+    starting an interpreter takes longer than most of these tests.
     """
     out, err = io.StringIO(), io.StringIO()
     with (
@@ -282,7 +282,7 @@ def test_leftovers_are_kept_after_an_incomplete_director_answer(
         '[{"Content": "instances", "Header": {"vm_cid": "VM CID", "disk_cids": "Disk CIDs"}, "Rows": [{}]}]',
     ],
 )
-def test_leftovers_are_kept_without_the_instances_table(
+def test_leftovers_are_kept_if_the_instances_table_is_missing(
     cpi: CpiCalls, cluster: FakeCluster, director: DirectorCli, table: str
 ) -> None:
     cpi.create_vm()

@@ -1,5 +1,5 @@
-"""Requests and responses have the form that the Director's CPI specification (integration/cpi_spec.rb) and the bosh CLI
-require.
+"""Check that requests and responses have the form that the Director's CPI specification (integration/cpi_spec.rb) and
+the bosh CLI require.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def director(method: str, *arguments: Any, vm_api: bool = False, api_version: in
 
 
 def test_info_response_satisfies_the_director_and_the_cli() -> None:
-    """The response must contain `stemcell_formats`, which the CLI requires. The Director sends the request without
-    `api_version`, and the CLI sends version 1.
+    """The response must contain `stemcell_formats`, which the CLI requires. The Director sends `info` without an
+    `api_version`, and the CLI sends it with version 1.
     """
     for raw in (
         director("info", api_version=None),
@@ -73,7 +73,7 @@ def test_info_response_satisfies_the_director_and_the_cli() -> None:
         assert response["result"]["stemcell_formats"] == ["kubernetes-light", "docker-light", "warden-light"]
 
 
-def test_calls_of_a_deployment_succeed_with_the_cpi(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_cpi_calls_of_a_deployment_succeed(cpi: CpiCalls, cluster: FakeCluster) -> None:
     def call(method: str, *arguments: Any, **more: Any) -> Any:
         response = cpi.answer(director(method, *arguments, **more))
         assert response["error"] is None, response

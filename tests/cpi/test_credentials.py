@@ -1,4 +1,4 @@
-"""How the CPI accesses a cluster: kubeconfigs, exec plugins, service accounts, and TLS verification."""
+"""Access to a cluster: kubeconfigs, exec plugins, service accounts, and TLS verification."""
 
 from __future__ import annotations
 
@@ -141,7 +141,9 @@ def authority() -> pki.Authority:
 def serving(
     authority: pki.Authority, directory: Path, *hosts: str, asks_client: bool = False
 ) -> Iterator[FakeApiServer]:
-    """Run a fake API server with TLS for ``hosts``. With ``asks_client``, it requires a client certificate."""
+    """Run a fake API server with TLS for ``hosts``. If ``asks_client`` is set, the server requires a client
+    certificate.
+    """
     pair = authority.server(hosts=hosts)
     (directory / "server.pem").write_text(pair.certificate + pair.private_key)
     (directory / "ca.pem").write_text(authority.ca)

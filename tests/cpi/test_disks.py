@@ -122,14 +122,14 @@ def swapped(cpi: CpiCalls, way: str, **properties: object) -> tuple[str, str, st
 
 
 def shut_down(cluster: FakeCluster, vm: str) -> None:
-    """Simulate the Director's `shutdown` of a VM, after which the VM's pods never become ready."""
+    """Simulate the Director's `shutdown` of a VM. From then on, no pod of this VM becomes ready."""
     running = cluster.of("pods")[vm]["status"]
     cluster.pod_status = lambda pod: running | UNREADY if pod["metadata"]["name"] == vm else None
 
 
 @pytest.mark.parametrize("way", ["recreate", "live"])
 @pytest.mark.parametrize("disk_type", ["claim", "empty_dir"])
-def test_attach_ends_a_vm_that_was_shut_down_and_takes_its_disk(
+def test_attach_deletes_the_pod_of_a_vm_that_was_shut_down(
     cpi: CpiCalls, cluster: FakeCluster, way: str, disk_type: str
 ) -> None:
     """The attach must not wait for the old VM's pod, because this pod can never become ready again after a shutdown. An
@@ -224,8 +224,8 @@ def test_unknown_disk_is_reported_as_missing(cpi: CpiCalls, cluster: FakeCluster
 def test_only_one_of_two_concurrent_attaches_of_a_disk_succeeds(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, way: str
 ) -> None:
-    """The other call changes the claim after this call has read it and before this call changes it. The other call
-    mounts the disk only later, so only the claim shows the conflict.
+    """A concurrent call for a second VM changes the claim after this call has read it and before this call changes it.
+    The second VM's pod mounts the disk only later, so this call can detect the conflict only from the claim.
     """
     one, two = (cpi.create_vm(agent, attach=way, tier="privileged") for agent in ("agent-1", "agent-2"))
     disk = cpi("create_disk", 64, {}, one)
@@ -245,7 +245,7 @@ def test_only_one_of_two_concurrent_attaches_of_a_disk_succeeds(
     assert cpi("get_disks", two) == [disk]
 
 
-def test_disk_of_a_deleted_vm_is_free(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_disk_of_a_deleted_vm_can_be_mounted_by_a_new_vm(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
     disk = cpi.attached_disk(vm)
     cpi("delete_vm", vm)
@@ -282,7 +282,7 @@ def test_unused_reserved_disk_is_deleted_with_the_vm(cpi: CpiCalls, cluster: Fak
     assert cluster.snapshot() == {}
 
 
-def test_create_vm_with_a_disk_does_not_reserve_another(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_create_vm_with_a_disk_does_not_reserve_a_disk(cpi: CpiCalls, cluster: FakeCluster) -> None:
     disk = cpi("create_disk", 64, {}, None)
 
     vm = cpi.create_vm("agent-1", [disk], persistent_disk={"size": 64})
@@ -537,8 +537,8 @@ def test_live_attach_does_not_change_the_pod(cpi: CpiCalls, cluster: FakeCluster
 def test_failed_live_detach_changes_nothing(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, failure: str
 ) -> None:
-    """After a failed detach, `get_disks` must still list the disk, and the next attach must succeed. The attachment
-    used to be deleted before the disk was unmounted.
+    """After a failed detach, `get_disks` must still list the disk, and the next attach must succeed. An earlier version
+    of the CPI deleted the attachment before the disk was unmounted.
     """
     vm, other = live_vm(cpi), live_vm(cpi, "agent-2")
     disk = cpi("create_disk", 64, {}, vm)
@@ -667,8 +667,8 @@ def test_live_disk_of_a_deleted_vm_is_mounted_by_its_replacement(cpi: CpiCalls, 
 
 
 def test_detached_disk_can_be_reused_once_its_container_has_exited(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """A detached disk can be reused as soon as the container of its attachment pod exits. The kubelet removes the pod
-    object only seconds later.
+    """Another VM must be able to attach a detached disk as soon as the container of the old attachment pod has exited.
+    The kubelet removes the pod object only seconds later.
     """
     one, two = live_vm(cpi, "agent-1"), live_vm(cpi, "agent-2")
     disk = cpi.attached_disk(one)
@@ -693,7 +693,7 @@ def test_unmount_failure_on_the_node_is_reported_by_detach_disk(cpi: CpiCalls, c
 
 
 def test_recreated_vm_keeps_its_live_disks(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """The new pod may run on another node, where the old pod's disks are not mounted, so they must be attached
+    """The new pod may run on a different node, where the VM's live disks are not mounted, so they must be attached
     again.
     """
     at_creation, live = (cpi("create_disk", 64, {}, None) for _ in range(2))

@@ -53,8 +53,8 @@ esac
 
 
 def fenced() -> list[str]:
-    """Return the code blocks that contain command lines, without their output. If a block has prompts, the lines
-    without a prompt are output.
+    """Return the command lines of each code block. In a block with prompts, lines without a prompt are output and are
+    left out.
     """
     blocks = []
     for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```$", PAGE, re.DOTALL | re.MULTILINE):
@@ -102,8 +102,8 @@ def shell(cpi: CpiCalls, tmp_path: Path) -> Callable[[str], subprocess.Completed
 
 
 def test_documented_command_lines_are_found() -> None:
-    """At least one command line of each program must be found. Otherwise, the other tests would pass because the parser
-    overlooks command lines.
+    """At least one command line of each program must be found. Otherwise, a parser that overlooks command lines would
+    go unnoticed, because the other tests would still pass.
     """
     found = "\n".join([*fenced(), *in_prose()])
     lines = ["kubectl apply -k deploy/cpi/privileged", "docker push ", "bosh create-env ", "bosh -d zookeeper deploy "]

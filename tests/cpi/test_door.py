@@ -1,5 +1,5 @@
-"""The CPI's entry point writes exactly one response for each request, whatever the input is and whatever else is
-printed.
+"""The CPI's entry point writes exactly one response for each request, whatever the request contains and whatever the
+program prints.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ def test_create_vm_request_may_supply_the_bus_address(cpi: CpiCalls, server: Fak
 
 
 def test_unreachable_bus_is_reported_with_the_agents_message(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """create_vm fails immediately. Otherwise, the Director would wait ten minutes for the agent to answer its ping."""
+    """create_vm must fail immediately. If it succeeded, the Director would wait ten minutes for the agent to answer its
+    ping.
+    """
     line = '{"level": "warning", "message": "cannot connect to the bus at 10.0.0.7:4222: Connection refused"}'
     cluster.logs = lambda _: f"{line}\nother\n"
 
@@ -94,7 +96,7 @@ def test_create_vm_succeeds_if_the_agents_log_does_not_mention_the_bus(
     assert cpi.create_vm() == VM
 
 
-def test_create_vm_does_not_check_the_bus_of_a_listening_agent(
+def test_create_vm_does_not_check_the_bus_of_an_https_agent(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
 ) -> None:
     cpi.write(server.config() | {"agent": {"mbus": "https://u:password@0.0.0.0:6868"}})
@@ -226,8 +228,8 @@ def test_vm_too_large_for_every_node_is_not_retryable(
 def test_exited_agent_is_retryable_unless_misconfigured(
     cpi: CpiCalls, cluster: FakeCluster, code: int, is_passing: bool
 ) -> None:
-    """An error with exit code 78, which means a wrong configuration, is not retryable. Any other error is, even if the
-    container has exited twice before the kubelet's first back-off.
+    """If the agent exits with code 78, which means a wrong configuration, the error is not retryable. After any other
+    exit code it is, even if the container has exited twice before the kubelet's first back-off.
     """
     ended = {"terminated": {"exitCode": code, "message": "agent-shim: cannot read settings"}}
     status = {"restartCount": 1, "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended}

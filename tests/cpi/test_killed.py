@@ -1,6 +1,6 @@
-"""Kills each method after each of its requests and calls it again. The result must be the same as without the kill.
+"""Kill each method after each of its requests and call it again. The result must be the same as without the kill.
 
-A killed call cleans nothing up and sends no further requests.
+A call that is killed does not clean up and sends no further requests.
 """
 
 from __future__ import annotations
@@ -167,9 +167,9 @@ def test_cpi_killed_after_any_request_succeeds_when_called_again(case: KillCase,
 
 
 def _outcome(case: KillCase, server: FakeApiServer, directory: Path, count: int) -> tuple[Any, bool]:
-    """Make a call, kill it after ``count`` requests (0: do not kill it), and make the call again.
+    """Make a call, kill it after ``count`` requests (0: do not kill it), and make the same call again.
 
-    Return the final response with all objects, and whether the first call was completed because it needed at most
+    Return the final response with all objects, and True if the first call was completed because it needed at most
     ``count`` requests.
     """
     cpi = CpiCalls(server, directory, timeouts={"retry": 2, "unmount": 2, "delete_vm": 2, "create_vm": 5, "resize": 2})

@@ -104,8 +104,8 @@ def test_several_networks_in_one_nic_group_are_rejected() -> None:
 
 
 def test_dynamic_network_does_not_request_the_previous_vms_address() -> None:
-    """When the Director recreates a VM in a dynamic network, it sends the address of the instance's previous VM, which
-    the new VM cannot get.
+    """When the Director recreates a VM in a dynamic network, its request contains the address of the instance's
+    previous VM. The CPI must ignore this address, because the new VM cannot get it.
     """
     given = {**MANUAL, "type": "dynamic", "default": ["dns"], "dns": ["10.0.0.2"]}
     found = networks.plan({"a": given}, Networks(cni="calico"))
@@ -114,7 +114,7 @@ def test_dynamic_network_does_not_request_the_previous_vms_address() -> None:
     assert found.settings["a"] == {"type": "dynamic", "default": ["dns"], "dns": ["10.0.0.2"], "preconfigured": True}
 
 
-def test_further_networks_become_multus_interfaces() -> None:
+def test_additional_networks_become_multus_interfaces() -> None:
     multus = {"cni": "multus", "name": "net/storage", "interface": "eth1"}
     given = {"a": {"type": "dynamic"}, "b": {**MANUAL, "cloud_properties": multus}}
     found = networks.plan(given, Networks())

@@ -48,7 +48,7 @@ def cpi_with_secrets(server: FakeApiServer, cpi: CpiCalls) -> CpiCalls:
 
 
 @pytest.mark.parametrize("way", ["recreate", "live"])
-def test_credentials_are_not_leaked_through_a_vm_lifecycle(
+def test_credentials_are_not_leaked_during_a_vm_lifecycle(
     cpi_with_secrets: CpiCalls, cluster: FakeCluster, capfd: pytest.CaptureFixture[str], way: str
 ) -> None:
     responses = []

@@ -23,7 +23,9 @@ def target(cluster: FakeCluster, service: str) -> str:
 
 
 def test_instance_name_points_to_the_newest_vm_of_the_instance(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """During a create-swap-delete update, an instance has two VMs. Its name must then resolve to the newer VM."""
+    """During a create-swap-delete update, an instance has two VMs. The instance's DNS name must then resolve to the
+    newer one.
+    """
     old, new = (cpi.create_vm(agent) for agent in ("agent-1", "agent-2"))
     cpi("set_vm_metadata", old, METADATA)
 
@@ -91,7 +93,7 @@ def test_instance_name_is_a_valid_dns_label(parts: tuple[str, str, str], name: s
     assert len(found) <= services.MAX_NAME_CHARS
 
 
-def test_similar_instances_have_different_service_names() -> None:
+def test_instances_with_similar_names_get_different_dns_names() -> None:
     assert services.instance_name("a", "b_c", "0") != services.instance_name("a", "b.c", "0")
 
 
@@ -109,7 +111,7 @@ def test_ingress_is_created_and_deleted_with_its_service(cpi: CpiCalls, cluster:
     assert cluster.snapshot() == {}
 
 
-def test_ingress_without_hosts_accepts_all_and_may_have_a_certificate(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_ingress_without_hosts_accepts_all_hosts_and_may_use_tls(cpi: CpiCalls, cluster: FakeCluster) -> None:
     ingress = {"tls_secret": "web-tls", "hosts": [], "path": "/api", "port": 8080, "annotations": {"a/b": "c"}}
     cpi.create_vm(services=[{"name": "web", "ports": [{"port": 80}, {"port": 8080}], "ingress": ingress}])
 

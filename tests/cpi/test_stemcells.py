@@ -33,7 +33,7 @@ def test_stemcell_cid_is_the_image_with_its_digest(properties: dict[str, Any]) -
     ["localhost/a", "localhost:5000/a/b", "REG.example:443/a__b/c-d:V_1", "10.0.0.1:5000/a", "ubuntu", "a/b:1"],
 )
 def test_image_reference_of_any_registry_is_accepted(reference: str) -> None:
-    """Each reference is tested with a digest, and also without one, while mutable images are allowed."""
+    """Each reference is tested with a digest, and also without one where the configuration allows mutable images."""
     lenient = Config(stemcells=Stemcells(allow_mutable_images=True))
 
     assert stemcells.create(Config(), None, {"image": f"{reference}@{DIGEST}"}) == f"{reference}@{DIGEST}"

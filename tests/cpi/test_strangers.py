@@ -137,7 +137,7 @@ def test_live_attachment_of_another_director_is_kept(cpi: CpiCalls, cluster: Fak
     ("plural", "labels"),
     [("services", {}), ("services", {**OURS, "cpi.bosh.io/kind": "service", "cpi.bosh.io/director": "another"})],
 )
-def test_foreign_service_of_the_same_name_is_not_adopted(
+def test_create_vm_does_not_adopt_a_foreign_service(
     cpi: CpiCalls, cluster: FakeCluster, plural: str, labels: dict[str, str]
 ) -> None:
     make(cluster, plural, "zk", {"ports": [{"port": 1}]}, **labels)
@@ -151,7 +151,7 @@ def test_foreign_service_of_the_same_name_is_not_adopted(
 
 
 @pytest.mark.parametrize("plural", ["pods", "secrets", "persistentvolumeclaims"])
-def test_create_vm_adopts_no_foreign_object(cpi: CpiCalls, cluster: FakeCluster, plural: str) -> None:
+def test_create_vm_does_not_adopt_a_foreign_object(cpi: CpiCalls, cluster: FakeCluster, plural: str) -> None:
     vm = cpi.create_vm()
     cpi("delete_vm", vm)
     make(cluster, plural, f"data-{vm}" if plural == "persistentvolumeclaims" else vm, POD | CLAIM)

@@ -65,8 +65,8 @@ def test_vm_settings_can_be_read_by_the_agent(cpi: CpiCalls, cluster: FakeCluste
 def test_pod_waits_for_a_claim_that_the_scheduler_has_not_seen(
     cpi: CpiCalls, cluster: FakeCluster, message: str
 ) -> None:
-    """create_vm must wait longer than `timeouts.unschedulable`, because the scheduler may not have seen the claim yet.
-    Here it waits until `timeouts.create_vm` has passed.
+    """create_vm must not give up after `timeouts.unschedulable`, because the scheduler may not have seen the claim yet.
+    In this test, the claim is never seen, so create_vm waits until `timeouts.create_vm` has passed.
     """
     cluster.pod_status = lambda _: unscheduled(f"0/1 nodes are available: {message}")
 
@@ -134,7 +134,7 @@ def test_delete_vm_does_not_force_deletion_if_reading_the_node_fails_temporarily
 
 
 def replaced(cluster: FakeCluster, name: str) -> None:
-    """Replace a pod with a pod of the same name, without a grace period."""
+    """Replace a pod immediately, without a grace period, with a pod of the same name."""
     pod = cluster.of("pods")[name]
     cluster.delete(("pods", "bosh", name), {"gracePeriodSeconds": 0})
     spec = {key: value for key, value in pod["spec"].items() if key != "nodeName"}
@@ -169,7 +169,7 @@ def test_delete_vm_does_not_wait_for_a_replacement_pod(
     assert vm not in cluster.of("secrets")
 
 
-def test_delete_vm_returns_once_the_containers_have_ended(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_delete_vm_returns_once_the_containers_have_terminated(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
     cluster.objects_linger_s = 600.0
 
@@ -181,7 +181,7 @@ def test_delete_vm_returns_once_the_containers_have_ended(cpi: CpiCalls, cluster
     assert cluster.snapshot() == {}
 
 
-def test_delete_vm_fails_if_a_healthy_node_does_not_end_the_pod(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_delete_vm_fails_if_a_healthy_node_does_not_terminate_the_pod(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
     cluster.create(("nodes", "", "node-1"), {"metadata": {"name": "node-1"}})
     cluster.objects["nodes", "", "node-1"]["status"] = {"conditions": [{"type": "Ready", "status": "True"}]}
@@ -270,7 +270,7 @@ def test_service_claimed_by_a_new_vm_during_deletion_is_kept(
     assert "zk" in cluster.of("services")
 
 
-def test_service_with_keep_is_not_deleted_with_its_last_vm(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_service_with_the_keep_property_outlives_its_last_vm(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm(services=[{"name": "zk", "ports": [{"port": 2181}], "keep": True}])
 
     cpi("delete_vm", vm)
@@ -319,8 +319,8 @@ def helpers(cluster: FakeCluster) -> list[str]:
 @pytest.mark.attack("root in a container of the CPI fills the node's file system")
 @pytest.mark.parametrize("tier", ["userns", "privileged", "base"])
 def test_disk_directory_on_the_node_is_limited_before_jobs_run(cpi: CpiCalls, cluster: FakeCluster, tier: str) -> None:
-    """Only the tier ``userns`` needs the limit, because its root user can remount the directory of live disks as
-    writable. The tier ``privileged`` does not need it, because its root user can do anything on the node anyway.
+    """Only the tier ``userns`` needs the limit, because root in its user namespace could remount the directory of live
+    disks as writable. Root in the tier ``privileged`` can do anything on the node anyway.
     """
     vm = cpi.create_vm(attach="live", tier=tier)
 
