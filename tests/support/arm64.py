@@ -2,12 +2,12 @@
 
     python -m tests.support.arm64 [ARGUMENT...]
 
-runs pytest, with these arguments, on a copy of this project in a Debian system for arm64. The kernel starts each
-program of that system in the emulator qemu-user (``binfmt_misc``). Needs root. The system shares the host's network,
-users and devices.
+runs pytest with these arguments in a Debian arm64 root file system that contains a copy of this project. The kernel
+starts each arm64 program in the emulator qemu-user (``binfmt_misc``). The tests share the host's network, users and
+devices. Needs root.
 
-Without a path, all unit tests run. Tests that run job programs fail, because qemu-user refuses to make a keeper a child
-subreaper (PR_SET_CHILD_SUBREAPER).
+Without a path, all unit tests run. Tests that run job programs fail, because qemu-user does not support making a keeper
+a child subreaper (PR_SET_CHILD_SUBREAPER).
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def main(arguments: list[str]) -> int:
 
 
 def enable_emulation() -> None:
-    """Let the kernel start arm64 programs in the emulator. Mount ``binfmt_misc`` first if it is not mounted, as in most
-    containers.
+    """Register the emulator with ``binfmt_misc``, so that the kernel can start arm64 programs. Mount ``binfmt_misc``
+    first if it is not mounted, which is usual in containers.
     """
     if not (BINFMT / "register").exists():
         subprocess.run(["mount", "-t", "binfmt_misc", "binfmt_misc", BINFMT], check=True)
@@ -73,10 +73,10 @@ def enable_emulation() -> None:
 
 
 def _system() -> Path:
-    """Return the directory of the arm64 Debian system. It is rebuilt every week to include security updates.
+    """Return the directory of the arm64 Debian system, which is rebuilt every week to include security updates.
 
-    Packages are only unpacked, because their installation scripts would take a quarter of an hour in the emulator. For
-    the same reason, the arm64 wheels are installed by the host's pip.
+    Packages are unpacked without running their installation scripts, which would take a quarter of an hour in the
+    emulator. For the same reason, the arm64 wheels are installed by the host's pip.
     """
     key = hashlib.sha256("\0".join([SUITE, PACKAGES, LOCK.read_text(), time.strftime("%Gw%V")]).encode()).hexdigest()[
         :16
@@ -101,7 +101,7 @@ def _system() -> Path:
 
 
 def _copy_project(project: Path) -> None:
-    """Copy this project's files, namely those that git tracks or would add, to ``project``."""
+    """Copy this project's files to ``project``: those that git tracks, and new files that it does not ignore."""
     shutil.rmtree(project, ignore_errors=True)
     project.mkdir()
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

@@ -1,10 +1,9 @@
-"""A completely emulated arm64 machine that runs the root file system of a stemcell like a container.
+"""A fully emulated arm64 machine that runs a stemcell's root file system as a container.
 
-Keepers cannot run in the emulator that ``arm64.py`` uses, because it emulates only programs. They can run here, because
-this machine has its own Linux kernel, which comes from Debian. The only disk contains the files of the stemcell, and
-PID 1 is a small script that first starts the stemcell in new namespaces, as a container runtime does, and then runs the
-commands of a test. The machine reaches programs that listen on the host's loopback interface at the address ``HOST``.
-Needs root.
+Keepers cannot run under ``arm64.py``, whose emulator runs single programs on the host's kernel. They can run here,
+because this machine boots its own Linux kernel, Debian's. Its only disk contains the stemcell's files. PID 1 is a small
+script that starts the stemcell in new namespaces, as a container runtime does, and then runs the commands that a test
+sends. From the machine, the host's loopback interface has the address ``HOST``. Needs root.
 """
 
 from __future__ import annotations
@@ -28,7 +27,9 @@ from tests.support.environment import BLOBS
 from tests.support.source import ROOT
 
 HOST: Final = "10.0.2.2"
-"""Address in the machine's network at which qemu forwards connections to the host's loopback interface."""
+"""Address inside the machine's network at which programs on the host's loopback interface can be reached. qemu forwards
+these connections.
+"""
 BOOT_TIMEOUT_S: Final = 600
 CACHE: Final = ROOT / ".arm64-kernel"
 SUITE: Final = "bookworm"
@@ -85,12 +86,12 @@ class Machine:
         return await self.answer()
 
     async def answer(self) -> tuple[int, str]:
-        """Return the exit code and output of the line that was sent last."""
+        """Wait for the last line passed to ``run`` to finish. Return its exit code and output."""
         output = (await self.reader.readuntil(b"\0")).decode(errors="replace").removesuffix("\0")
         return int(await self.reader.readline()), output
 
     async def exec(self, *command: str) -> str:
-        """Return the output of a command in the container. The command must succeed."""
+        """Run a command in the container and return its output. Fail the test if the command fails."""
         code, output = await self.run(f"nsenter --target $(pgrep -P $container) --all {shlex.join(command)}")
         if code != 0:
             pytest.fail(f"{shlex.join(command)} ended with {code}:\n{output}")
@@ -108,10 +109,10 @@ class Machine:
 
 @asynccontextmanager
 async def running(disk: Path, blobs: Path, log: Path) -> AsyncIterator[Machine]:
-    """Run a machine for the duration of the block, which begins when the container has been started.
+    """Run a machine for the duration of the block, which begins once the container has been started.
 
-    Changes to the disk are lost. ``blobs`` is a directory of the host that the machine shares. The output of the kernel
-    and of the container is written to ``log``.
+    Changes to the disk are lost. ``blobs`` is a host directory that is shared with the machine. The output of the
+    kernel and the container is written to ``log``.
     """
     kernel, socket = _kernel(), log.with_suffix(".socket")
     connected: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()

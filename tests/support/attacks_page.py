@@ -24,12 +24,12 @@ ATTACKERS: Final[Mapping[str, str]] = {
     "settings": "Mistakes in settings",
     "a worker": "Defects of workers",
 }
-"""Maps the first words of an attack's description to the heading of its section."""
+"""Maps the words with which an attack's description may begin to the heading of its section."""
 
 
 @cache
 def attacks() -> Mapping[str, set[str]]:
-    """Map every attack that a test or a chaos case performs to the names of those tests and cases.
+    """Map each attack to the names of the tests and chaos cases that perform it.
 
     The source files are parsed, not imported.
     """
@@ -41,7 +41,7 @@ def attacks() -> Mapping[str, set[str]]:
 
 
 def marks_in(source: str) -> Iterator[tuple[str, str]]:
-    """Yield the name of each test or case that performs an attack, and the attack.
+    """Yield a pair for each ``attack`` marker in ``source``: the name of the test or case, and the attack.
 
     Raises ``ValueError`` if the marker's argument is not a string literal.
     """

@@ -1,6 +1,6 @@
-"""Says how far each bpm.yml key is supported at each isolation level.
+"""Records how far each bpm.yml key is supported at each isolation level.
 
-docs/bpm.md contains this as a table, and tests in ``tests/root`` verify the table.
+docs/bpm.md shows this as a table, and tests in ``tests/root`` verify it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The demo's nats-server, with more settings and with ways to make it fail."""
+"""The demo's nats-server with additional settings, and with methods that kill, pause or reconfigure it."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class NatsServer(broker.NatsServer):
         return self._running.pid
 
     async def add_agents(self, agent_ids: Iterable[str], *, bootstrap: bool = True) -> None:
-        """Add many agents to the server's users with a single reload."""
+        """Allow many more agents to log in, with a single reload of the server's configuration."""
         self._agents.update(dict.fromkeys(agent_ids, (bootstrap, True)))
         await self.reload()
 
     async def remove_agent(self, agent_id: str) -> None:
-        """Remove an agent, which also cuts its connection."""
+        """Remove an agent's user from the server, which also closes the agent's connection."""
         del self._agents[agent_id]
         await self.reload()
 
@@ -86,7 +86,7 @@ class NatsServer(broker.NatsServer):
 
 @asynccontextmanager
 async def knowing(where: Path, authority: Authority | None = None, **options: Any) -> AsyncIterator[NatsServer]:
-    """Start a server that admits the agent ``agent``."""
+    """Run a server at which the agent ``agent`` can log in."""
     async with NatsServer(where, authority, **options) as server:
         await server.add_agent("agent")
         yield server

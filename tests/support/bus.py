@@ -1,4 +1,4 @@
-"""An agent's bus connection without an agent, and a NATS server with scripted behaviour."""
+"""Runs an agent's bus connection without the rest of the agent, and a NATS server with scripted behaviour."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ FAST = BusTiming(
     unreachable=20.0,
     goodbye=0.2,
 )
-"""Bus timing for tests. Delays that a test has to wait for are short. Limits that are normally never reached are
-long.
-"""
+"""Bus timing for tests. Delays that tests wait for are short, and limits that should never be reached are long."""
 
 
 async def echo(data: bytes) -> tuple[str, bytes] | None:
@@ -65,7 +63,7 @@ async def on_bus(
 
 @dataclass(frozen=True)
 class Talk:
-    """A NATS server, and the clients that are connected to it."""
+    """A NATS server with a connected agent (``bus``), Director and Health Monitor."""
 
     server: NatsServer
     bus: NatsBus
@@ -138,11 +136,11 @@ class ClientConnection:
         self.send(b"PONG\r\n")
 
     def shrink_receive_buffer(self) -> None:
-        """Let the kernel buffer only a few kilobytes of what the server does not read."""
+        """Shrink the socket's receive buffer, so that the kernel buffers only a few kilobytes of unread data."""
         self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
 
     async def answer_pings(self) -> None:
-        """Act as an idle server that answers pings until the client leaves. Other messages are ignored."""
+        """Answer pings, as an idle server does, until the client disconnects. Ignore all other messages."""
         with contextlib.suppress(OSError, EOFError):
             while True:
                 if await self.expect("") == "PING":
@@ -155,8 +153,8 @@ INFO = b'INFO {"server_id":"x","version":"2.10.0","max_payload":1048576,"tls_req
 
 
 class FakeServer:
-    """A NATS server that handles the n-th connection with the n-th script, and all further connections with the last
-    script.
+    """A NATS server that runs one of the scripts for each connection: the first for the first connection, and so on.
+    The last script is also used for all further connections.
 
     An error in a script fails the test.
     """

@@ -1,4 +1,4 @@
-"""A server on the control socket that sends prepared replies in place of an agent."""
+"""Stands in for an agent on the control socket, and replies to requests with prepared values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from agent_shim.core.paths import Paths
 
 @contextlib.contextmanager
 def answering(base: Path, reply: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
-    """Answer each request on the control socket below ``base`` with ``reply``, in a thread."""
+    """Run a server on the control socket below ``base`` that answers each request with the result of ``reply``. The
+    server runs in a thread.
+    """
     place = Paths(base).control_socket
     place.parent.mkdir(parents=True)
 

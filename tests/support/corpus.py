@@ -11,7 +11,7 @@ CORPUS = Path(__file__).resolve().parents[1] / "data/corpus"
 
 @dataclass(frozen=True)
 class CorpusEntry:
-    """A file of the corpus. ``verdict`` says whether the original program (monit or bpm) accepts the file."""
+    """A file of the corpus. ``verdict`` says whether monit or bpm itself accepts the file."""
 
     file: str
     text: str
@@ -27,7 +27,7 @@ class CorpusEntry:
 
 
 def entries(kind: str) -> list[CorpusEntry]:
-    """Return all files of a kind (``monit``, ``bpm``), in the order of the index."""
+    """Return all corpus files of one kind (``monit`` or ``bpm``), in the order of the index."""
     with (CORPUS / kind / "index.tsv").open(newline="") as rows:
         header, *found = csv.reader(rows, delimiter="\t")
     assert header[0] == "file"

@@ -1,7 +1,8 @@
-"""How each CPI treats its containers: where it writes the settings, where it mounts disks, and how it attaches disks.
+"""Describes how each CPI sets up its containers: where it writes the settings, where it mounts disks, and how it
+attaches them.
 
-Names, paths and modes are the same as in the CPIs. However, directories that belong in the root directory are below
-``/mnt``, because test machines cannot create any in their root directory.
+Names, paths and modes are those of the real CPIs, with one exception: directories that a CPI creates in the root
+directory are below ``/mnt`` here, because a test machine's root directory is read-only.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ Deliver = Callable[[Machine, str, Document], None]
 
 
 def put(machine: Machine, path: str, document: Document) -> None:
-    """Write the file into the root file system, where only root and its group can read it."""
+    """Write the settings file with mode 0640 into the container's root file system."""
     machine.write(path, document, mode=0o640)
 
 
 def put_for_all(machine: Machine, path: str, document: Document) -> None:
-    """Write the file as LXD's file push does, readable by everybody."""
+    """Write the settings file with mode 0644, as LXD's file push does."""
     machine.write(path, document, mode=0o644)
 
 
 def unpack(machine: Machine, path: str, document: Document) -> None:
-    """Write the file as Docker does, by unpacking an archive in the running container.
+    """Write the settings file as the Docker CPI does, by unpacking an archive in the running container.
 
-    The file therefore exists before its content is complete.
+    For a moment, the file exists with incomplete content.
     """
     raw = json.dumps(document).encode()
     packed = io.BytesIO()
@@ -79,13 +80,12 @@ def mount_secret(machine: Machine, path: str, document: Document) -> None:
 
 @dataclass(frozen=True)
 class CpiTraits:
-    """How one CPI treats its containers.
+    """How one CPI sets up its containers.
 
-    ``place`` is the path of a disk in the container, ``sources`` are the settings sources in its stemcell's agent.json.
-
-    ``attaches`` says what happens to the container when a disk is attached or detached. ``members`` are settings
-    members that only this CPI writes. ``start`` is what the start command does before the agent starts, and ``saves``
-    are the files that the CPI copies from one container to the next.
+    ``place`` is the path of a disk in the container. ``sources`` are the settings sources in the agent.json of the
+    CPI's stemcell. ``attaches`` says what happens to the container when a disk is attached or detached. ``members`` are
+    settings members that only this CPI writes. ``start`` is a shell command that runs before the agent starts, and
+    ``saves`` are the files that the CPI copies from one container to the next.
     """
 
     name: str = "a plain one"
@@ -102,19 +102,19 @@ class CpiTraits:
     names_disks_to_migrate: bool = True
     attaches: Literal["live", "by restart", "by recreation"] = "by recreation"
     loses_data_unasked: bool = True
-    """Whether the container loses its data volume in an unrequested restart, for example after a node has failed."""
+    """Whether an unplanned restart, for example after a node failure, empties the container's data volume."""
     members: Document = field(default_factory=dict)
     start: str = ""
     saves: tuple[str, ...] = ()
     finish: str = ""
-    """A shell command that the CPI runs last, when the agent is already running."""
+    """A shell command that the CPI runs last, while the agent is already running."""
 
     def disk(self, cid: str) -> str:
         """Return the path of a disk in the container."""
         return self.place.format(cid=cid)
 
     def hint(self, cid: str) -> Any:
-        """Return the disk as the settings and the Director describe it."""
+        """Return the disk hint, in the form that the settings and ``add_persistent_disk`` use."""
         return {"path": self.disk(cid)} if self.is_hint_an_object else self.disk(cid)
 
     def __str__(self) -> str:
@@ -201,7 +201,8 @@ OURS: Final = CpiTraits(
     place=f"{manifests.DISKS_AT_CREATION}/{{cid}}",
     is_hint_an_object=True,
 )
-"""A disk has the same path in the container whether it existed before the VM, or was reserved when the VM was created.
+"""Our Kubernetes CPI when it attaches disks as it creates the VM. A disk that existed before the VM and one that is
+reserved for it have the same path in the container.
 """
 OURS_LIVE: Final = CpiTraits(
     name="our Kubernetes CPI, live",

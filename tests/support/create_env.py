@@ -40,7 +40,9 @@ def pair() -> Pair:
 
 
 def mbus(port: int = 0, **changes: Any) -> Mbus:
-    """Return the mbus settings, with address and certificate, of an agent that create-env has created."""
+    """Return the mbus settings, including address and certificate, that create-env gives to an agent. ``changes``
+    replace single members.
+    """
     good = {"certificate": pair().certificate, "private_key": pair().private_key, "ca": ""}
     return Mbus(**{"urls": (f"https://{USER}:{IN_URL}@127.0.0.1:{port}",)} | good | changes)
 
@@ -87,7 +89,7 @@ def trusting(ca: str) -> ssl.SSLContext:
 
 @dataclass
 class AgentClient:
-    """A client of the agent that listens on ``port``."""
+    """An HTTPS client for the agent that listens on ``port``."""
 
     port: int
     context: ssl.SSLContext = field(default_factory=lambda: trusting(authority().ca))
@@ -117,7 +119,7 @@ class AgentClient:
         return await self.send("GET", dav_path(blob_id))
 
     async def call(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """Send one request as the bosh CLI does: without ``protocol`` and with a meaningless ``reply_to``."""
+        """Send one request as the bosh CLI does, without ``protocol`` and with a placeholder for ``reply_to``."""
         body = json.dumps({"method": method, "arguments": arguments, "reply_to": "unused"}).encode()
         answer = await self.send("POST", "/agent", body)
         assert answer.status == 200, answer
@@ -142,7 +144,7 @@ class AgentClient:
 
 
 def dav_path(blob_id: str) -> str:
-    """Return the path of a blob. Its directory is derived from the SHA-1 of the blob id."""
+    """Return a blob's URL path. The directory is the beginning of the SHA-1 of the blob id."""
     return f"/blobs/{hashlib.sha1(blob_id.encode()).hexdigest()[:2]}/{blob_id}"
 
 

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def none_free() -> Iterator[Callable[[], bool]]:
-    """Lower this process's limit for file descriptors to 200 during the block, and open files until no descriptor is
-    free.
+    """Use up this process's file descriptors: lower the limit to 200 during the block, and open files until it is
+    reached.
 
-    Yields a function that opens files again, in case this process has closed some descriptors since then, and returns
-    True.
+    Yields a function that uses up any descriptors that have become free since then, and returns True.
     """
     taken: list[int] = []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

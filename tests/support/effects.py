@@ -20,7 +20,7 @@ LOG_TREES: Final = {"job": "var/vcap/data/sys/log", "agent": "var/vcap/bosh/log"
 
 @dataclass(frozen=True)
 class Effects:
-    """Checks the effects of requests on a machine. ``blobs`` is the directory of the agent's local blobstore."""
+    """Checks the effects of requests on a machine. ``blobs`` is the agent's local blobstore directory."""
 
     agent_id: str
     machine: Machine
@@ -31,9 +31,9 @@ class Effects:
         return Paths(self.machine.vcap)
 
     def check(self, method: str, arguments: list[Any], value: Any) -> bool:
-        """Assert that a request had its effect. ``value`` is the value that it returned.
+        """Assert that a request which returned ``value`` has had its effect on the machine.
 
-        Return False if requests with this method have no visible effect.
+        Return False, without checking anything, if requests with this method have no visible effect.
         """
         found: Callable[..., None] | None = getattr(self, f"_{method}", None)
         if found is not None:
@@ -186,8 +186,8 @@ class Effects:
         assert not self._is_there(self.paths.store_migration_target, old)
 
     def _is_there(self, place: Path, cid: str) -> bool:
-        """Return True if the disk ``cid`` is mounted or linked at ``place``. The agent's marker file on each disk
-        contains its cid.
+        """Return True if the disk ``cid`` is mounted or linked at ``place``, according to the cid in the marker file
+        that the agent keeps on each disk.
         """
         if place.is_symlink():
             place = self._seen(place)
@@ -200,8 +200,8 @@ class Effects:
         return job in self._names(self.paths.jobs) and (self._seen(self.paths.jobs / job) / "bin" / name).exists()
 
     def _hooks(self) -> list[str]:
-        """Return the lines that the hook scripts of the recorded deployment's job have logged, one for each run of a
-        script.
+        """Return the lines that the hook scripts of the recorded deployment's job have logged. Each run of a script
+        logs one line.
         """
         return (self.paths.log / "web/hooks.log").read_text().splitlines()
 

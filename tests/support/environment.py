@@ -1,4 +1,4 @@
-"""A BOSH environment for containers: a bus with other clients, a blobstore, and the settings that a CPI would write."""
+"""The BOSH side of container tests: a bus with its other clients, a blobstore, and settings like those from a CPI."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ BLOBS: Final = "/blobs"
 
 @dataclass(frozen=True)
 class Environment:
-    """An environment. Containers connect to ``address``, where ``proxy`` forwards connections to ``server``."""
+    """The services that a container's agent talks to. Containers connect to ``proxy`` at ``address``, which forwards
+    connections to ``server``.
+    """
 
     address: str
     proxy: Proxy
@@ -34,7 +36,7 @@ class Environment:
     monitor: HealthMonitor
     scratch: Path
     timeout_s: float = field(default=60, kw_only=True)
-    """How long to wait for an agent, and for its jobs."""
+    """How long to wait for an agent to answer and for its jobs to reach a state."""
 
     @property
     def blobs(self) -> Path:
@@ -97,9 +99,9 @@ class Environment:
 async def environment(
     address: str, scratch: Path, *, listen: str = "", timeout_s: float = 60
 ) -> AsyncIterator[Environment]:
-    """Run an environment whose bus accepts ``AGENT``.
+    """Run an environment in which the agent ``AGENT`` can connect to the bus.
 
-    Containers connect to ``address``, which need not exist yet. The bus listens on that address, or on ``listen`` if
+    Containers connect to ``address``, which may be assigned later. The bus listens on that address, or on ``listen`` if
     ``address`` belongs to another network.
     """
     authority = Authority()

@@ -1,4 +1,4 @@
-"""Machines with one agent each, a bus and a Director.
+"""Runs several machines with one agent each, a bus and a Director.
 
 The agents are ``agent-shim run`` as root with a real ``/var/vcap``.
 """
@@ -62,7 +62,8 @@ class Fleet:
     ) -> Machine:
         """Add a machine and wait until its agent answers.
 
-        ``volumes`` are passed to ``machine``, and ``bosh`` is added to env.bosh.
+        ``volumes`` are passed to ``machine``, ``bosh`` is added to ``env.bosh``, and ``members`` are added to the
+        settings.
         """
         self.blobs(agent_id).mkdir(parents=True)
         await self.server.add_agent(agent_id)

@@ -1,4 +1,4 @@
-"""Puts the files of the Go agent and monit, and Debian's monit itself, on a machine."""
+"""Prepares a machine as the Go agent and monit would have left it, and runs Debian's monit there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = ("web", "worker", "db")
 def leave_as_the_go_agent(machine: Machine) -> None:
     """Write the directory tree that the Go agent leaves after ``apply`` and ``start`` (agent/applier, jobsupervisor).
 
-    The job in this tree logs each of its starts.
+    The job in this tree logs the pid of each start.
     """
     vcap, package = machine.vcap, "/var/vcap/data/packages/tool/digest"
     for path in ("monit/job", "bosh", "data/sys/run", "data/sys/log", "jobs", "packages", "instance"):
@@ -84,7 +84,7 @@ def start_monit(machine: Machine) -> subprocess.Popen[bytes]:
 
 
 def starts(machine: Machine) -> dict[str, list[str]]:
-    """Return the pid of every start of each job."""
+    """Return, for each job, the pids of all its starts."""
     return {
         name: path.read_text().split() if (path := machine.vcap / f"data/{name}/starts").exists() else []
         for name in NAMES
@@ -111,7 +111,7 @@ TASK: Final = "task-of-before"
 
 
 def write_all_state_files(machine: Machine, disk: str) -> None:
-    """Write all other files that the Go agent keeps below ``bosh``. ``disk`` is the disk that the Go agent had mounted.
+    """Write the rest of the files that the Go agent keeps below ``bosh``. ``disk`` is the disk that it had mounted.
 
     Formats: agent/task/concrete_manager.go, platform/linux_platform.go, platform/bootstrap_state.go, agent/bootonce.
     """

@@ -4,9 +4,9 @@ clocks.
     python -m tests.support.guest [--limit SECONDS] [--image] COMMAND…
 
 runs a command as root on a copy of this project in the guest, and exits with the command's exit code. The CPU is
-emulated, so the guest needs no virtualization support and affects nothing on the host. It has no network. Files are
-copied in as a tar archive on one disk, and copied out as a tar archive on another. With ``--image``, the files of our
-image are on a third disk, which is mounted at ``/image``, so that podman in the guest can run containers from them.
+emulated, so the guest needs no virtualization support. It affects nothing on the host, and has no network. Files are
+copied in as a tar archive on one disk, and copied out as a tar archive on another. With ``--image``, a third disk with
+the files of our image is mounted at ``/image``, so that podman in the guest can run containers from it.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ class GuestError(Exception):
 
 
 def run(command: Sequence[str], out: Path, *, limit: float = LIMIT, has_image: bool = False) -> int:
-    """Run a command in a new guest, in the directory of this project. Return the command's exit code.
+    """Run a command in a new guest, in the guest's copy of this project. Return the command's exit code.
 
-    The command's output is streamed to standard output. Files in the guest's ``/out`` are copied to ``out``. With
-    ``has_image``, our image is built first and passed to the guest. Raises ``GuestError``.
+    The command's output is streamed to standard output. Files that it leaves in the guest's ``/out`` are copied to
+    ``out``. With ``has_image``, our image is built first and passed to the guest. Raises ``GuestError``.
     """
     base = _base()
     with tempfile.TemporaryDirectory(prefix="agent-shim-guest-") as name:
@@ -153,7 +153,7 @@ def _boot(base: Path, scratch: Path, limit: float) -> int | None:
 
 
 def _write_image(scratch: Path) -> None:
-    """Build the image, and write its files to the file system ``image``."""
+    """Build the image, and write its files to the disk image ``scratch/image``."""
     podman = pods.podman(scratch)
     image = pods.build(podman, pods.base_image(podman, scratch))
     try:
@@ -164,7 +164,9 @@ def _write_image(scratch: Path) -> None:
 
 
 def _pack(disk: Path, command: Sequence[str]) -> None:
-    """Pack the project's files (those that git tracks or would add), the compiled keeper, and the command to run."""
+    """Write the tar archive for the guest: the project's files (tracked by git, or new and not ignored), the compiled
+    keeper, and the command to run.
+    """
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True).stdout.decode().split("\0")
     subprocess.run([sys.executable, "hatch_build.py"], cwd=ROOT, check=True)
@@ -261,7 +263,7 @@ def _make(tree: Path, half: Path) -> None:
 
 
 def _scripts() -> list[str]:
-    """Return ``name=module:function`` for each command of the project."""
+    """Return an entry ``name=module:function`` for each command that the project installs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [f"{name}={target}" for name, target in project["scripts"].items()]
 

@@ -35,7 +35,7 @@ AGENT: Final = "bench-agent"
 BYSTANDER: Final = "bystander"
 NETWORKS: Final = {"default": {"type": "manual", "ip": "127.0.0.1", "prefix": "32", "netmask": "255.0.0.0"}}
 PROGRAM: Final = os.environ.get("BENCH_PROGRAM", "")
-"""Directory with the program installed as in the image, created by ``./dev bench``. "" runs the checkout."""
+"""Directory in which ``./dev bench`` has installed the program as in the image. "" means that the checkout is run."""
 INTERPRETER: Final = f"{PROGRAM}/bin/python3" if PROGRAM else sys.executable
 _RUN: Final = f"{shlex.quote(PROGRAM)}/bin/agent-shim" if PROGRAM else f"{shlex.quote(INTERPRETER)} -m agent_shim.cli"
 COMMAND: Final = f"{_RUN} run -C {{config}} -b {{base}}"
@@ -81,7 +81,7 @@ class RunningAgent:
     bosh: dict[str, Any] = field(default_factory=dict)
     """Additional members of ``env.bosh``."""
     is_apart: bool = False
-    """Whether the agent runs as PID 1 of a PID namespace, as the only child of the command.
+    """Whether the command runs the agent as its only child, as PID 1 of a new PID namespace.
 
     If so, the pids in pidfiles have no meaning outside that namespace.
     """
@@ -91,7 +91,7 @@ class RunningAgent:
     is_started: bool = False
     """True between ``start`` and ``stop``."""
     kept: Path | None = None
-    """Directory for copies of small blobs, because ``apply`` deletes the blob with the rendered templates."""
+    """Directory that keeps copies of small blobs, because ``apply`` deletes the blob with the rendered templates."""
 
     @property
     def base(self) -> Path:
@@ -106,11 +106,11 @@ class RunningAgent:
 
     @property
     def beside(self) -> Path:
-        """The directory for pidfiles of programs that the command runs alongside the agent.
+        """The directory with the pidfiles of programs that the command runs alongside the agent.
 
-        The processes named in the directory's ``*.pid`` files are measured together with the agent. The file ``group``
-        contains the ID of a process group that survives when the agent is killed or restarted, and that is killed at
-        the end.
+        The processes named in its ``*.pid`` files are included in the agent's measurements. Its file ``group`` contains
+        the ID of a process group that keeps running when the agent is killed or restarted. ``end_what_is_beside`` kills
+        that group.
         """
         return self.scratch / "beside"
 
@@ -163,7 +163,7 @@ class RunningAgent:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def forget_log(self) -> None:
-        """Delete the log, so that the agent begins a new log when it starts again."""
+        """Delete the log. The agent writes a new one when it is started again."""
         self._log.unlink(missing_ok=True)
 
     @property
@@ -171,7 +171,7 @@ class RunningAgent:
         return self.scratch / "agent.log"
 
     def exec_agent(self) -> None:
-        """Start the agent with the current settings. Do not wait for an answer."""
+        """Start the agent with the current settings, without waiting for it to answer."""
         self.agent = process.spawn(
             self.argv(), env={**os.environ, **ENVIRONMENT}, cwd=self.scratch, stdout=self._log, stderr=self._log
         )
@@ -205,7 +205,9 @@ class RunningAgent:
         }
 
     async def stop_agent(self) -> int | None:
-        """Shut down the agent if it is running. Return its exit code."""
+        """Stop the agent if it is running, with SIGTERM or, if it runs in its own PID namespace, with SIGKILL. Return
+        its exit code.
+        """
         if self.agent is None:
             return None
         self.agent.send(signal.SIGKILL if self.is_apart else signal.SIGTERM)
@@ -233,14 +235,12 @@ class RunningAgent:
         return status, out.read_text()
 
     def end_what_is_beside(self) -> None:
-        """Kill the programs that run alongside the agent. The agent must have exited before, because otherwise it would
-        restart the jobs.
-        """
+        """Kill the programs that run alongside the agent. Stop the agent first, because it would restart the jobs."""
         with suppress(FileNotFoundError, ProcessLookupError):
             os.killpg(int((self.beside / "group").read_text()), signal.SIGKILL)
 
     def write_settings(self) -> None:
-        """Write the files that the agent needs to start. The first ``start_agent`` does this as well."""
+        """Write the files that the agent needs to start. ``start_agent`` calls this if they do not exist yet."""
         mbus = self.server.mbus(self.agent_id)
         cert = {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
         self.store.mkdir(exist_ok=True)
@@ -328,8 +328,8 @@ class RunningAgent:
         return found
 
     async def run(self, method: str, *arguments: Any, limit: float | None = None) -> float:
-        """Run an action for at most ``limit`` seconds, and return its duration in seconds. Its task is polled without
-        pauses.
+        """Run an action for at most ``limit`` seconds, polling its task without pauses. Return how long it took in
+        seconds.
         """
         begun_at = time.monotonic()
         await self.director.run(self.agent_id, method, *arguments, limit=limit)
@@ -341,7 +341,7 @@ class RunningAgent:
         return took
 
     async def until_running(self) -> float:
-        """Wait until the agent reports the jobs as running. Return the time in seconds."""
+        """Wait until the agent reports the jobs as running. Return how long this took in seconds."""
         begun_at = time.monotonic()
         async with asyncio.timeout(120):
             while (await self.director.value(self.agent_id, "get_state"))["job_state"] != "running":
@@ -356,9 +356,10 @@ async def _echo(data: bytes) -> tuple[str, bytes]:
 
 @asynccontextmanager
 async def bystander(w: RunningAgent) -> AsyncIterator[None]:
-    """Run another client on the bus, ``BYSTANDER``, that only answers requests.
+    """Run ``BYSTANDER``, a client on the bus that only answers requests.
 
-    Its response times show how much of a delay is due to a busy machine.
+    A slow machine delays its answers as well, so a comparison shows how much of the agent's delay is due to the
+    machine.
     """
     await w.server.add_agent(BYSTANDER)
     bus = NatsBus(BYSTANDER, w.server.mbus(BYSTANDER), _echo)
@@ -380,7 +381,7 @@ def _content(seed: int, size: int) -> bytes:
 
 @asynccontextmanager
 async def world(command: str) -> AsyncIterator[RunningAgent]:
-    """Provide a scratch directory with a bus and a Director. The agent is not started yet."""
+    """Provide a scratch directory with a bus and a Director. No agent is running yet."""
     scratch = Path(tempfile.mkdtemp(prefix="agent-shim-bench-"))
     director = Director(poll=0)
     try:

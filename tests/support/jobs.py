@@ -30,7 +30,7 @@ def spec(
     version: str = "1",
     **members: Any,
 ) -> dict[str, Any]:
-    """Store jobs and packages, given by name and files, and return an apply spec for them."""
+    """Store jobs and packages in the blobstore, and return an apply spec for them. Both map names to files."""
     files = {f"{job}/{path}": text for job, content in jobs.items() for path, text in content.items()}
     templates = [{"name": name, "version": version} for name in jobs]
     first = next(iter(jobs), "")
@@ -74,7 +74,7 @@ def process(paths: Paths, job: str, start: str, stop: str = "kill $(cat $pidfile
 
 
 def of_bpm(paths: Paths, job: str, config: str) -> dict[str, str]:
-    """Return the files of a job with one process of the same name, which bpm runs."""
+    """Return the files of a job whose only process has the job's name and is run by bpm."""
     bpm = paths.jobs / "bpm/bin/bpm"
     pidfile = paths.run / "bpm" / job / f"{job}.pid"
     return {"monit": monit(job, pidfile, f"{bpm} start {job}", f"{bpm} stop {job}"), "config/bpm.yml": config}

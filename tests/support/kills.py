@@ -17,7 +17,7 @@ from agent_shim.demo.director import RpcRemoteError, RpcTimeoutError
 from tests.support.stand import CannotInjectError, Stand, expect, until
 
 Told = dict[str, Any]
-"""The tracer's report about a kill, or an empty dictionary if nothing was killed because ``work`` made fewer calls."""
+"""The tracer's report about a kill, or an empty dictionary if ``work`` made too few calls for a kill."""
 
 
 async def killed(
@@ -50,7 +50,9 @@ async def killed(
 
 
 async def recorded(stand: Stand, places: Sequence[Path], work: Callable[[], Awaitable[None]]) -> list[Told]:
-    """Return a report on every call of ``work`` that changes a file below ``places``. Nothing is killed."""
+    """Run ``work`` and return a report on each of its system calls that changes a file below ``places``. Nothing is
+    killed.
+    """
     async with tracing(stand.pid, 0, "root", places) as lines:
         reading = asyncio.create_task(lines.read())
         await work()
@@ -58,8 +60,8 @@ async def recorded(stand: Stand, places: Sequence[Path], work: Callable[[], Awai
 
 
 async def _end_workers(pid: int) -> None:
-    """Kill the agent's idle workers. The tracer follows only those children of the agent that are forked after it has
-    attached, so the agent has to start new workers.
+    """Kill the agent's idle workers, because the tracer would not follow them. It follows only children that are forked
+    after it has attached, and the agent forks new workers when it needs them.
     """
     while workers := [child for child in _children(pid) if b"agent_shim.bulk.worker" in _command_line(child)]:
         for worker in workers:
@@ -99,10 +101,10 @@ async def tracing(pid: int, number: int, who: str, places: Sequence[Path]) -> As
 
 
 async def sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int, int]:
-    """Run ``point`` for every ``step``-th call number, to kill the agent at that call, until two runs in succession end
-    before their call.
+    """Run ``point`` for every ``step``-th call number, killing the agent at that call, until two runs in succession end
+    before they reach their call.
 
-    One such run does not suffice, because the number of calls differs by one or two between runs.
+    A single such run is not enough, because the number of calls varies by one or two between runs.
 
     Return the number of kills and the number of the last call.
     """
@@ -118,10 +120,10 @@ async def sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int
 
 
 async def tidied(places: Sequence[Path], where: str) -> None:
-    """Check that no half-written file has been left behind.
+    """Check that no half-written files have been left behind.
 
-    The temporary files found at first must disappear within 5 s. Files that appear later are ignored, because each
-    write uses a new temporary name and they belong to writes that are still in progress.
+    Each temporary file that exists now must disappear within 5 s. Temporary files that appear later are ignored. They
+    have new names, because they belong to later writes.
     """
 
     def left() -> set[Path]:

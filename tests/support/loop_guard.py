@@ -1,11 +1,11 @@
 """Reports each callback that blocks the event loop of an agent under test for more than 50 ms.
 
-A callback whose wall time is longer is not reported for that alone, because on a busy machine it may only have waited
-for a CPU. Instead, it is reported if its CPU time exceeds the limit, or if its sleep time does. Sleep time is the wall
-time minus the CPU time and minus the time spent waiting for a CPU (schedstat). It counts only if a second thread, which
-checks every 10 ms, saw the loop's thread asleep in a system call. Two kinds of sleep do not count, because their length
-depends on other threads that wait for a CPU: waiting for the GIL, and reading ``/proc``, which takes kernel locks.
-Sleep is also ignored if pages were read from a disk.
+Wall time alone proves nothing, because on a busy machine a callback may just have waited for a CPU. A callback is
+therefore reported only if its CPU time or its sleep time exceeds the limit. Sleep time is the wall time minus the CPU
+time and minus the time spent waiting for a CPU (schedstat). It counts only if a second thread, which checks every 10
+ms, saw the loop's thread asleep in a system call. Two kinds of sleep do not count, because other threads that wait for
+a CPU can prolong them: waiting for the GIL, and reading ``/proc``, which takes kernel locks. Sleep is also ignored if
+pages were read from a disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 LIMIT_S: Final = 0.05
 LOOK_S: Final = 0.01
-"""Interval at which the second thread checks for callbacks that have been running for two intervals."""
+"""Seconds between the second thread's checks. It looks only at callbacks that have been running for two intervals."""
 READ, FUTEX = ("63", "98") if os.uname().machine == "aarch64" else ("0", "202")
 """The numbers of the system calls ``read`` and ``futex``."""
 RUNTIME_BYTES: Final = 1 << 20
@@ -51,9 +51,9 @@ class _Clock(NamedTuple):
 
 
 def _now(*, is_end: bool) -> _Clock:
-    """Read the clocks. The wall clock is read last at the beginning of a period and first at its end.
+    """Read the clocks. At the beginning of a period the wall clock is read last, and at the end it is read first.
 
-    In this order, a wait for a CPU between two readings does not look like sleep.
+    In this order, a wait for a CPU between two readings is not mistaken for sleep.
     """
     wall = time.perf_counter() if is_end else 0.0
     cpu = time.thread_time()
@@ -65,8 +65,8 @@ def _now(*, is_end: bool) -> _Clock:
 
 @contextlib.contextmanager
 def spawning() -> Iterator[None]:
-    """Leave the start of a program or thread out of the check, because on a busy machine the loop is not to blame for
-    how long the start takes.
+    """Exclude the start of a program or thread from the check, because on a busy machine it may take long through no
+    fault of the loop.
     """
     callback: _Callback | None = getattr(_per_thread, "callback", None)
     if callback is not None:
@@ -110,8 +110,8 @@ def judge(before: _Clock, after: _Clock, seen: str) -> str:
 
 
 def install(reports: Path | None = None) -> None:
-    """Check the callbacks of all event loops of this process from now on. Each violation is logged, and written to a
-    file in ``reports``.
+    """Check the callbacks of all event loops in this process from now on. Log each violation, and write it to a file in
+    ``reports`` if given.
     """
     if _installed:
         return
@@ -162,9 +162,9 @@ class _Callback:
     def __init__(self) -> None:
         self.begun_at = 0.0
         self.is_spawning = False
-        """True while a program or thread is being started. ``_SleepFinder`` must not record this sleep, which is
-        allowed. If the callback later waited for the GIL, which is allowed too, the recorded sleep would be reported as
-        the place where it was blocked.
+        """True while a program or thread is being started, which may sleep. ``_SleepFinder`` must not record this
+        sleep. Otherwise, if the callback later waited for the GIL, which may also take long, the recorded place would
+        be reported for that wait.
         """
         self.seen = ""
 
@@ -209,8 +209,8 @@ class _SleepFinder(threading.Thread):
 
 
 def _sleep(native: int, locks: range) -> str:
-    """Return the number of the system call in which a thread sleeps, or "" if it is not asleep or if this kind of sleep
-    does not count (reading ``/proc``, waiting for the GIL).
+    """Return the number of the system call in which a thread sleeps, or "" if it is awake. Also return "" for the kinds
+    of sleep that do not count: reading ``/proc`` and waiting for the GIL.
     """
     try:
         state = Path(f"/proc/self/task/{native}/stat").read_text().rpartition(")")[2].split()[0]
@@ -224,7 +224,7 @@ def _sleep(native: int, locks: range) -> str:
 
 
 def _locks_of_the_interpreter() -> range:
-    """Return the address range of the interpreter's state, in which the GIL's locks are. If the interpreter does not
+    """Return the address range of the interpreter's state, which contains the GIL's locks. If the interpreter does not
     export the symbol ``_PyRuntime``, return all addresses, so that every wait for a lock counts as a wait for the GIL.
     """
     import ctypes  # Imported late, because only guarded agents need this module.

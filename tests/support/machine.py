@@ -62,7 +62,7 @@ command fails only its own test.
 """
 
 NEEDED = (CODE, Path(sys.base_prefix))
-"""Directories of the agent and the interpreter. Every user of a machine must be able to read them."""
+"""Directories with the agent and the interpreter, which every user of a machine must be able to read."""
 
 GROUPS = {"vcap": 1000, "admin": 1001, "bosh_sudoers": 1002, "bosh_sshers": 1003}
 
@@ -90,8 +90,8 @@ class Machine:
     def pids(self) -> list[int]:
         """Return the machine's processes, except those that jobs run in their own cgroups.
 
-        The pids are those seen from outside. The processes are listed by cgroup: on a busy machine, a scan of all
-        processes takes so long that it misses short-lived processes.
+        The pids are those seen from outside. They are read from the machine's cgroup, because on a busy machine a scan
+        of all processes takes so long that it misses short-lived ones.
         """
         if self.cgroups:
             return list(map(int, (self.cgroups[0][0] / "cgroup.procs").read_text().split()))
@@ -105,7 +105,7 @@ class Machine:
         return subprocess.Popen(joining(self.cgroups, inside), **options)
 
     def run(self, command: str) -> str:
-        """Run a shell command inside the machine and return its output. A failing command fails the test."""
+        """Run a shell command inside the machine and return its output. Fail the test if the command fails."""
         done = self.popen(["sh", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         out, err = done.communicate(timeout=COMMAND_TIMEOUT_S)
         assert done.returncode == 0, f"{command}: {err.decode()}"
@@ -174,11 +174,11 @@ def machine(
 def revealing(scratch: Path, seen: Path) -> tuple[str, str, str]:
     """Return shell commands that keep ``NEEDED`` readable for every user of a new mount namespace.
 
-    If one of these paths lies below a directory that only root can enter, the caller covers that directory with a new
-    one, which every user can enter. The result consists of three strings: the directories to cover, the commands to run
-    before they are covered, and the commands to run afterwards. The first commands bind-mount ``NEEDED`` read-only
-    below ``scratch``. Afterwards ``scratch`` must be at ``seen``, from where the other commands bind-mount ``NEEDED``
-    to its original path.
+    If one of these paths lies below a directory that only root can enter, the caller hides that directory by mounting a
+    new one over it, which every user can enter. The result consists of three strings: the directories to hide, the
+    commands to run before, and the commands to run afterwards. The first commands bind-mount ``NEEDED`` read-only below
+    ``scratch``. When the second commands run, ``scratch`` must be visible at ``seen``, from where they bind-mount
+    ``NEEDED`` at its original path.
     """
     places = [path for path in NEEDED if not path.is_relative_to("/usr")]
     closed = {str(up) for path in places for up in path.parents if not up.stat().st_mode & stat.S_IXOTH}

@@ -1,4 +1,4 @@
-"""The table of metrics for docs/metrics.md."""
+"""Generates the table of metrics for docs/metrics.md."""
 
 from __future__ import annotations
 

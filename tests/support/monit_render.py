@@ -140,8 +140,8 @@ def _limit(limit: values.Limit) -> str:
 
 
 def _scaled(value: float, units: Mapping[str, int]) -> str:
-    """Format a number in the largest unit in which it is an integer, so that it never has more digits than in the
-    original.
+    """Format a number in the largest unit in which it is an integer, so that it has no more digits than the original
+    text.
     """
     unit = max((unit for unit in units if value % units[unit] == 0), key=units.__getitem__, default=next(iter(units)))
     whole = int(value) // units[unit]

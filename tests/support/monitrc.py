@@ -1,4 +1,4 @@
-"""Writes monit's control file and alert configuration as in stemcells, and reads monit's state file.
+"""Writes monit's control file and alert configuration as stemcells contain them, and reads monit's state file.
 
 Source: bosh_monit/assets and bosh_go_agent/assets of the stemcell builder.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 MONIT = Path("/var/vcap/monit")
 STATE = struct.Struct("256s4iQ")
-"""The entry of a service in the state file of monit 5.2.5 (state.c)."""
+"""Layout of a service's entry in the state file of monit 5.2.5 (state.c)."""
 
 
 def monitored(state: Path) -> dict[str, int]:
@@ -20,13 +20,14 @@ def monitored(state: Path) -> dict[str, int]:
 
 
 def control(monit: Path = MONIT, *, cycle: int = 10, http: str = "", run: Path = MONIT, is_whole: bool = False) -> str:
-    """Return the control file.
+    """Return a control file like the one in stemcells.
 
-    ``monit`` is the directory for log, state and job files, ``run`` the directory for pidfile and id.
+    ``monit`` is the directory for monit's log, state and job files. ``run`` is the directory for its pidfile and id
+    file.
 
     ``http`` replaces the statement for the HTTP interface, which by default is on port 2822 without a password. With
-    ``is_whole`` the result is exactly the file in stemcells. Otherwise the first ``include`` is left out, because monit
-    rejects an ``include`` that matches no file.
+    ``is_whole``, the result also contains the first ``include`` and is exactly the file in stemcells. Without it, monit
+    accepts the file even if there are no job files, because monit rejects an ``include`` that matches nothing.
     """
     others = f"include {monit}/*.monitrc" if is_whole else ""
     return f"""

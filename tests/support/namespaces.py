@@ -22,8 +22,8 @@ FATAL: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, si
 
 
 def enter(module: str, arguments: Sequence[str], *, network: bool = False) -> None:
-    """Re-exec as ``python -m MODULE ARGUMENTS`` in new mount and PID namespaces. Does nothing in a process that is not
-    root, or that is already in such a namespace.
+    """Run ``python -m MODULE ARGUMENTS`` in new mount and PID namespaces, in place of this process. Do nothing if this
+    process is not root, or already runs in such namespaces.
     """
     if os.geteuid() != 0 or INSIDE in os.environ:
         return

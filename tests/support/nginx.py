@@ -1,10 +1,10 @@
-"""nginx (Debian package nginx) serving a directory, configured like the blobstore on a Director's VM.
+"""Runs nginx (Debian package nginx) with a configuration like that of the blobstore on a Director's VM.
 
 Blobs are stored in ``store/XX/ID``. Below ``/``, the user ``agent`` may GET and PUT blobs with a password. Below
 ``/signed/`` no password is needed, but a link is valid only for one method, one blob and a limited time.
 
-The Director's nginx verifies links with an HMAC module that Debian does not package. Here, a module that is part of
-nginx verifies them instead, with a hash over the same arguments in the same order.
+The Director's nginx verifies signed links with an HMAC module that Debian does not package. Here they are verified by a
+module that is part of nginx, with a hash over the same arguments in the same order.
 """
 
 from __future__ import annotations
@@ -112,14 +112,14 @@ class Nginx:
         self.path(blob_id).write_bytes(content)
 
     def users(self, **passwords: str) -> None:
-        """Set the users that may log in. This takes effect immediately, because nginx reads the password file for every
-        request.
+        """Replace the users and passwords that nginx accepts. This takes effect immediately, because nginx reads the
+        password file for every request.
         """
         lines = [f"{name}:{{PLAIN}}{password}\n" for name, password in passwords.items()]
         (self.where / "users").write_text("".join(lines))
 
     def options(self, password: str) -> dict[str, object]:
-        """Return the options that the Director writes for a ``dav`` blobstore."""
+        """Return the options that the Director would write for this server as a ``dav`` blobstore."""
         return {
             "endpoint": self.url,
             "user": "agent",

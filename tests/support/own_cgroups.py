@@ -29,10 +29,10 @@ def hierarchies() -> list[cgroups.Hierarchy]:
 
 @contextlib.contextmanager
 def own_cgroups(kind: str) -> Iterator[list[tuple[Path, Path]]]:
-    """Create a cgroup in each hierarchy that limits processes. Yield the cgroup's directory and the top of the
-    hierarchy.
+    """Create a cgroup in each hierarchy that can limit processes. Yield, for each, the cgroup's directory and the top
+    of its hierarchy.
 
-    At the end, the cgroups are removed, and also those of the same ``kind`` that a killed test run has left behind.
+    At the end, remove these cgroups, and those of the same ``kind`` that killed test runs have left behind.
     """
     made = []
     name = f"{kind}-{os.getpid()}-{next(_NUMBERS)}"

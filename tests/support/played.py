@@ -1,4 +1,4 @@
-"""Runs a real ``Service`` with simulated processes and programs, on a clock that jumps from timer to timer."""
+"""Runs a real ``Service`` with simulated processes and programs, on a simulated clock that jumps to the next timer."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ SPEC: Final = ProcessSpec(
 START_TAKES: Final = {"well": 0.0, "slowly": 2.2, "not": 0.4, "late": 45.0}
 STOP_TAKES: Final = {"well": 0.0, "slowly": 3.3, "not": 1.1, "hangs": 1000.0}
 MAX_PID: Final = 2**22
-"""The kernel's limit for pids. Simulated pids are higher, so the service finds no real process for them in
-``/proc``.
-"""
+"""The kernel's limit for pids. Simulated pids are higher, so ``/proc`` never contains a real process for them."""
 
 
 class Jumping(selectors.SelectSelector):
@@ -98,7 +96,7 @@ class SimulatedProcess:
 
 @dataclass
 class SimulatedMachine:
-    """What really happens on the simulated machine, whatever the agent believes. Asserts the invariants."""
+    """The true state of the simulated machine, regardless of what the agent believes. Asserts the invariants."""
 
     process: SimulatedProcess | None = None
     starter: SimulatedProcess | None = None
@@ -112,7 +110,7 @@ class SimulatedMachine:
     """Processes that may have been descendants of a killed keeper."""
     pids: int = MAX_PID
     ran: list[tuple[float, str]] = field(default_factory=list)
-    """Time and event of each program that has run."""
+    """Each run of a program, as its time and the event that caused it."""
     graces: list[float] = field(default_factory=list)
     """Grace period in seconds of each call that kills leftover processes."""
 
@@ -308,7 +306,7 @@ def service_on(machine: SimulatedMachine, spec: ProcessSpec = SPEC, **members: A
 
 
 def played(test: Callable[Taken, Coroutine[Any, Any, None]]) -> Callable[Taken, None]:
-    """Run a test on the jumping clock with simulated process finders."""
+    """Decorate a test to run on the jumping clock, with simulated process finders."""
 
     @functools.wraps(test)
     def run(*arguments: Taken.args, **named: Taken.kwargs) -> None:

@@ -1,7 +1,7 @@
-"""An instance with a bus and a Director. Its container can be replaced while its volumes are kept. Needs root.
+"""An instance whose containers can be replaced while its volumes are kept, with a bus and a Director. Needs root.
 
 Each container is a new machine (``tests.support.machine``) with new pids and a new root file system. The test decides
-which volumes it keeps. A container is stopped by killing its processes with SIGKILL, as a container runtime does after
+which volumes to keep. A container is stopped by killing its processes with SIGKILL, as a container runtime does after
 the grace period.
 """
 
@@ -34,8 +34,8 @@ Files = Mapping[str, Mapping[str, str | bytes]]
 SLEEPER: Final[Files] = {"web": jobs.sleeper(Paths(), "web")}
 """A job that sleeps."""
 PORT: Final = "cable0"
-"""Name of a network interface. No interface on the host may have this name, because the host's /sys is visible inside
-the containers.
+"""Name of the containers' network interface. The host must not have an interface of this name, because the host's
+``/sys`` is visible inside the containers.
 """
 
 
@@ -50,10 +50,10 @@ def end(entered: subprocess.Popen[bytes], number: signal.Signals = signal.SIGTER
 
 
 def _cable(pid: int, gateway: str) -> None:
-    """Connect the network namespace of a process to the current one with a veth pair. The local end has the address
-    ``gateway``.
+    """Connect a process's network namespace to the current one with a veth pair. ``gateway`` becomes the address of the
+    end in the current namespace.
 
-    The pair disappears when the process's namespace does.
+    The pair disappears along with the process's namespace.
     """
     ours, theirs = f"t{pid}", str(ip_address(gateway) + 1)
     inside = ["nsenter", "-t", str(pid), "-n"]
@@ -70,9 +70,9 @@ def _cable(pid: int, gateway: str) -> None:
 class PodInstance:
     """An instance whose container can be replaced.
 
-    ``disks`` are the cids of attached volumes. With ``keeps_root`` all containers use the same root file system.
-    ``prefix`` is put in front of the agent's command line. ``seen`` maps paths inside the containers to additional
-    directories, which are mounted at those paths.
+    ``disks`` are the cids of attached volumes. With ``keeps_root``, all containers use the same root file system.
+    ``prefix`` is put in front of the agent's command line. ``seen`` maps paths inside the containers to additional host
+    directories that are mounted there.
     """
 
     def __init__(self, scratch: Path, server: NatsServer, director: Director, cpi: CpiTraits | None = None) -> None:
@@ -112,11 +112,11 @@ class PodInstance:
 
     @property
     def data(self) -> Path:
-        """The data volume, which exists even without a container."""
+        """The data volume's directory, which exists even without a container."""
         return self.scratch / "data"
 
     def volume(self, cid: str) -> Path:
-        """Return a persistent disk, which exists even without a container."""
+        """Return a persistent disk's directory, which exists even without a container."""
         return self.scratch / "disks" / cid
 
     @property
@@ -125,7 +125,7 @@ class PodInstance:
         return (self.scratch / f"agent-{self._number}.log").read_text()
 
     def attach(self, cid: str) -> None:
-        """Attach a disk to the next container, in addition to the disks that are already attached."""
+        """Attach another disk, beginning with the next container."""
         self.volume(cid).mkdir(parents=True, exist_ok=True)
         self.disks.append(cid)
 
@@ -173,7 +173,7 @@ class PodInstance:
         self.cpi.deliver(self.machine, self.cpi.settings, document | own)
 
     def exec_agent(self) -> subprocess.Popen[bytes]:
-        """Start an agent in this container. Do not wait until it answers."""
+        """Start an agent in this container, without waiting for it to answer."""
         log = self._stack.enter_context((self.scratch / f"agent-{self._number}.log").open("ab"))
         argv = [*self.prefix, sys.executable, "-m", "agent_shim.cli", "run", "-C", "/var/vcap/bosh/agent.json"]
         agent = self.machine.popen(argv, stdout=log, stderr=subprocess.STDOUT)
@@ -203,7 +203,7 @@ class PodInstance:
         return begun_at
 
     def end_agent(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Stop the agent, as its service manager does, and leave the container running."""
+        """Stop the agent with a signal, as its service manager does. The container keeps running."""
         end(self._agents.pop(), number)
 
     def kill(self) -> None:
@@ -228,7 +228,7 @@ class PodInstance:
                 await asyncio.sleep(0.005)
 
     async def stop_copying(self, into: str) -> int:
-        """Suspend a migration's worker when it has written some of the files. Return the worker's pid as seen from
+        """Suspend a migration's worker once it has copied some of the files. Return the worker's pid as seen from
         outside.
         """
         target = self.volume(into)

@@ -40,8 +40,8 @@ image.
 
 @dataclass(frozen=True)
 class Podman:
-    """Runs podman with its own configuration, because machines differ in their cgroups and in the limits that can be
-    raised.
+    """Runs podman with a configuration made for this machine, because machines differ in their cgroups and in the
+    limits that can be raised.
     """
 
     config: Path
@@ -61,8 +61,8 @@ class Podman:
 
 
 def podman(where: Path) -> Podman:
-    """Return podman with its configuration in ``where``. Fail the test if podman or a program that it needs is
-    missing.
+    """Write a podman configuration to ``where``, and return a ``Podman`` that uses it. Fail the test if podman or a
+    program that it needs is missing.
     """
     missing = [name for name in ("podman", "mmdebstrap", "runc") if shutil.which(name) is None]
     if missing:
@@ -102,8 +102,8 @@ def arm64_base_image(podman: Podman, where: Path) -> str:
 
 
 def _imported(podman: Podman, name: str, make: list[str | Path], where: Path, *options: str) -> str:
-    """Return this week's base image of this name. ``options`` are passed to mmdebstrap when the image is built, and to
-    ``podman import``.
+    """Return this week's base image with this name, building it if it does not exist. ``options`` are passed to both
+    mmdebstrap and ``podman import``.
     """
     tag = f"{BASE}:{name}-{time.strftime('%Gw%V')}"
     if podman.run("image", "exists", tag).returncode != 0:
@@ -115,12 +115,12 @@ def _imported(podman: Podman, name: str, make: list[str | Path], where: Path, *o
 
 
 def secrets() -> list[str]:
-    """Return the options that pass those ``SECRETS`` that exist on this machine to ``podman build``."""
+    """Return the ``podman build`` options that pass the ``SECRETS`` existing on this machine."""
     return [f"--secret=id={name},src={path}" for name, path in SECRETS.items() if path.exists()]
 
 
 def build(podman: Podman, base: str, target: str = "", *, tree: Path = ROOT, name: str = IMAGE) -> str:
-    """Build our image, or one stage of it, from the Dockerfile without its compiler stages.
+    """Build our image, or its stage ``target``, from the Dockerfile without the compiler stages.
 
     The previous image of the same name is removed.
     """

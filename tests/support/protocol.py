@@ -31,10 +31,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Example:
-    """An example dialogue.
+    """A dialogue that the page shows as an example.
 
-    ``kind`` is the precondition: ``deployed`` requires a deployed job, ``root`` requires an agent that runs as root on
-    its own machine, and "" only a fresh agent.
+    ``kind`` says what the dialogue requires: ``deployed`` a deployed job, ``root`` an agent that runs as root on its
+    own machine, and "" only a fresh agent.
     """
 
     method: str
@@ -78,7 +78,9 @@ def is_running(reply: dict[str, Any]) -> bool:
 
 
 def matches(told: Any, value: Any, names: dict[str, Any]) -> bool:
-    """Return True if a value matches an example. A ``$NAME`` that occurs for the first time is bound to the value."""
+    """Return True if ``value`` matches the documented value ``told``. A ``$NAME`` that occurs for the first time is
+    bound to the value in its place.
+    """
     if isinstance(told, dict) and isinstance(value, dict):
         more = ANYTHING in told
         wanted = {name: member for name, member in told.items() if name != ANYTHING}
@@ -115,7 +117,7 @@ def sections() -> list[Section]:
 
 
 def message(kind: str) -> dict[str, Any]:
-    """Return the page's example of a message outside the dialogues: ``request``, ``heartbeat`` or ``alert``."""
+    """Return the page's example of a ``request``, ``heartbeat`` or ``alert`` message outside the dialogues."""
     _, found, rest = PAGE.read_text().partition(f"\n```json {kind}\n")
     assert found, f"the page shows no {kind}"
     document: dict[str, Any] = json.loads(rest.partition("\n```")[0])

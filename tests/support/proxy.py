@@ -1,4 +1,4 @@
-"""A TCP proxy that simulates a bad network: it can delay data, cut connections, or swallow all data."""
+"""A TCP proxy that simulates a bad network: it can delay data, cut connections, or stop forwarding."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ESTABLISHED: Final = 1  # include/net/tcp_states.h
 
 
 class Proxy:
-    """Forwards connections to a loopback port, and can delay, cut or swallow them. An async context manager.
+    """An async context manager that forwards connections to the loopback port ``target``, and can delay, cut or stall
+    them.
 
-    It listens on the loopback interface or on another ``address``, which need not exist yet. Without a ``port`` it
-    chooses a free one.
+    It listens on ``address``, which may be assigned later, and on ``port``, or on a free port if that is 0.
     """
 
     def __init__(self, target: int, address: str = "127.0.0.1", port: int = 0) -> None:
@@ -41,7 +41,7 @@ class Proxy:
 
     @property
     def left(self) -> int:
-        """Number of connections that the client has closed. A closed connection is detected even while no data is
+        """Number of connections that the client has closed. A closed connection is noticed even if no data is being
         forwarded.
         """
         return sum(not _is_held(writer) for writer in self._made)
@@ -70,7 +70,7 @@ class Proxy:
         self._writers.clear()
 
     def swallow(self) -> None:
-        """Act as a black hole: connections are accepted and stay open, but no data is forwarded in either direction."""
+        """Act as a black hole: accept connections and leave them open, but forward no data in either direction."""
         self._flowing.clear()
 
     def flow(self) -> None:
@@ -103,7 +103,7 @@ class Proxy:
 
 
 def _is_held(writer: asyncio.StreamWriter) -> bool:
-    """Return True if both the client and the server still keep the connection open."""
+    """Return True if neither the client nor the server has closed the connection."""
     try:
         state: bytes = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
         return state[0] == ESTABLISHED

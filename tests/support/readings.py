@@ -1,4 +1,4 @@
-"""Measures processes from outside."""
+"""Measures the memory and CPU time of processes from outside."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Replays a real Director's requests against our agent, and compares its replies with the Go agent's.
+"""Replays a real Director's requests against our agent, and compares its replies with those of the Go agent.
 
-Specs and rendered templates are replayed as they were recorded. Package blobs are not part of the recordings, so they
-are generated, and digests are replaced accordingly. Certificates are replaced as well.
+Specs and rendered templates are replayed as recorded. Package blobs are not part of the recordings, so they are
+generated and the digests are adapted. Certificates are replaced as well.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from agent_shim.demo.director import Director, RpcRemoteError
 from agent_shim.demo.release import archive
 
 LEFT_OUT = frozenset({"get_task", "cancel_task"})
-"""Methods of recorded requests that are not sent, because the replaying Director polls on its own."""
+"""Methods of recorded requests that are not replayed, because the scripted Director polls tasks on its own."""
 
 VOLUMES = Path("/var/vcap/volumes")
-"""Directory of the disks in a container. In the recordings, the CPI had attached them below ``/dev``."""
+"""Directory of the disks in a container. In the recordings, the disks were attached below ``/dev``."""
 
 _SERVER = """
 import http.server, socket, socketserver, sys
@@ -78,9 +78,9 @@ class RecordedRequest:
 
 
 def steps(*recordings: Path) -> Iterator[RecordedRequest]:
-    """Yield the recorded requests in order. A request that starts a task is paired with the task's result.
+    """Yield the recorded requests in order. The reply to a request that started a task is the task's result.
 
-    The poll that returned the result may be in the next recording. If no poll returned it, the result of the previous
+    The poll that returned a result may be in the next recording. If no poll returned it, the result of the previous
     task with the same method is used.
     """
     lines = [
@@ -153,7 +153,7 @@ class Replay:
         """Compare ``get_state`` replies. The fields that the Director compares must be equal, and all other fields must
         have the same JSON types.
 
-        Sends the request for up to 30 s until ``job_state`` is the recorded one.
+        The request is repeated for up to 30 s until ``job_state`` has the recorded value.
         """
         deadline = time.monotonic() + 30
         while True:

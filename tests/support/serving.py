@@ -1,4 +1,4 @@
-"""A test server that closes all its connections at the end, even those that it accepts at the last moment."""
+"""A test server that closes all its connections when it stops, even those that it has just accepted."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ async def serving(talk: Talk, *, context: ssl.SSLContext | None = None) -> Async
 
 
 async def _what_is_due() -> None:
-    """Let the loop run the callbacks that are due, and the callbacks that they schedule."""
+    """Let the event loop run the callbacks that are due, and those that they schedule in turn."""
     for _ in range(10):
         await asyncio.sleep(0)

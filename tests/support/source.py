@@ -37,7 +37,7 @@ NOT_OURS = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """One module: its dotted name, its text and its syntax tree."""
+    """A module of the agent: its dotted name, its text and its syntax tree."""
 
     name: str
     text: str

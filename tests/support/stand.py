@@ -40,7 +40,7 @@ RESTART_PAUSE: Final = 0.2
 
 
 class NotHeldError(Exception):
-    """A case did not have the expected outcome."""
+    """A case's expectation was not met."""
 
 
 class CannotInjectError(Exception):
@@ -54,8 +54,8 @@ def expect(fact: bool, what: str) -> None:
 
 
 def at_most(figure: float, limit: float, what: str) -> float:
-    """Return ``figure``, which is shown in the scorecard row of the case. Raise ``NotHeldError`` if it exceeds
-    ``limit``.
+    """Raise ``NotHeldError`` if ``figure`` exceeds ``limit``. Otherwise return ``figure``, which is shown in the case's
+    row of the scorecard.
 
     ``what`` is a format string for the figure, such as ``process 1 took {:.2f} s to exit``.
     """
@@ -91,7 +91,7 @@ class Stand:
     involved: set[str] = field(default_factory=set)
     port: int = 0
     is_full: bool = False
-    """Whether the case is run at full size."""
+    """Whether the case runs at full size."""
     expected_ends: int = 0
     ends: list[int | None] = field(default_factory=list)
     omitted: dict[str, str] = field(default_factory=dict)
@@ -101,21 +101,21 @@ class Stand:
     after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Resources of the case that stay open until the invariants have been checked."""
     told: dict[str, int | None] = field(default_factory=dict)
-    """Maps a pattern for expected alerts ("title, severity N") to their number. None stands for one or more."""
+    """Alerts that the case expects: a pattern for "title, severity N", with the expected number of alerts. None means
+    one or more.
+    """
     failing: set[str] = field(default_factory=set)
     """Names of jobs that may be in any state after the case."""
     figures: list[str] = field(default_factory=list)
     """Measurements that the case adds to its row of the scorecard."""
     lasting: set[str] = field(default_factory=set)
-    """Command lines of processes that belong to a job, but are neither in its pidfile nor descendants of its start
-    program.
-    """
+    """Command lines of job processes that are neither named in a pidfile nor descendants of a start program."""
     moved: dict[str, str] = field(default_factory=dict)
     """Mount points at which the case has mounted something, with a part of the mount's source for each."""
     written: set[str] = field(default_factory=set)
     """Job files that the case wrote itself, in the form ``JOB/bin/run``."""
     restarted_at: int = 0
-    """Number of notices that the Health Monitor had received when the init last restarted the agent."""
+    """Number of messages that the Health Monitor had received when the init last restarted the agent."""
     _init: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
@@ -212,12 +212,14 @@ class Stand:
         self.omitted[invariant] = why
 
     def dies(self, *names: str, times: int | None = 1) -> None:
-        """Declare that the fault kills the processes of these jobs, and that the agent must start them again."""
+        """Declare that the fault kills the processes of these jobs. The agent must restart them and send an alert for
+        each, ``times`` times.
+        """
         self.involved |= set(names)
         self.told |= {rf"^{name} \(127\.0\.0\.1\) - Does not exist - restart, severity 1$": times for name in names}
 
     def script(self, job: str, name: str, text: str) -> None:
-        """Write a program into a job's directory without adding it to the job's blob."""
+        """Write a program into a job's directory, without adding it to the job's blob."""
         path = self.world.base / "jobs" / job / "bin" / name
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
@@ -262,14 +264,15 @@ class Stand:
     # --- functions for the witness ------------------------------------------------------------------------------------
 
     def remember(self) -> None:
-        """Record the reference state for the invariants. Call this after the setup and before the fault."""
+        """Record the reference state for the invariants. Call this after the setup but before the fault."""
         self.witness.remember()
 
     def remember_memory(self) -> None:
-        """Use the agent's current memory as the reference. Call this between the first flood and the second.
+        """Use the agent's current memory as the reference. Call this after a first flood of requests and before the
+        second.
 
-        The allocator retains some memory after a first flood, which is not a leak. In a measurement it was up to 9 MiB,
-        and four further floods added only 0.5 MiB.
+        What the allocator retains after a first flood is not a leak. In a measurement it was up to 9 MiB, while four
+        further floods added only 0.5 MiB.
         """
         self.witness.remember_memory()
 
@@ -300,7 +303,7 @@ async def asked(stand: Stand, command: str, **members: Any) -> Any:
 
 
 def commands(line: str) -> int:
-    """Return the number of running processes that have this command line."""
+    """Return how many running processes have this command line."""
     words = line.replace(" ", "\0").encode() + b"\0"
     found = 0
     for stat in proc.table().values():
@@ -371,7 +374,7 @@ def _lives(pid: int) -> bool:
 
 @asynccontextmanager
 async def stand(command: str, *, is_full: bool = False) -> AsyncIterator[Stand]:
-    """Provide an environment with a bus that has no clients yet."""
+    """Provide a stand whose agent has not been started yet."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
     monitor, port = HealthMonitor(), free_port()
     # The image's launcher sets these variables for every agent. They make threads return memory to the system.

@@ -14,8 +14,8 @@ SLEEPER: Final = "exec sleep 100000"
 
 
 def spec(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]], version: str = "1") -> dict[str, Any]:
-    """Return a spec for these jobs, given by name as a monit file and programs. In both, ``{base}`` is replaced with
-    the agent's base directory.
+    """Return a spec for these jobs. ``monits`` maps each name to a monit file and the job's programs, in which
+    ``{base}`` is replaced with the agent's base directory.
     """
     base = stand.world.base
     files: dict[str, str | bytes] = {}
@@ -42,8 +42,8 @@ def spec(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]], version: s
 def checked(
     name: str, start: str, stop: str = "kill $(cat {run}/{name}.pid)", rules: str = ""
 ) -> tuple[str, dict[str, str]]:
-    """Return the monit file and the programs of a job with one process. Its ctl script records each start, for the
-    invariant checks.
+    """Return the monit file and the programs of a job with one process. Its ctl script records each start, because the
+    invariant checks need to know all starts.
     """
     run = "{base}/data/sys/run/" + name
     words = {"run": run, "name": name}

@@ -41,7 +41,7 @@ FAULTS: Final = (*DAMAGES, "unwritable at first", *ERRORS)
 
 
 class ScratchInstance:
-    """An instance in a scratch directory. Each of its ``StatefulAgent`` objects represents another agent process."""
+    """An instance in a scratch directory. Each ``StatefulAgent`` that uses it represents a new agent process."""
 
     def __init__(self, base: Path) -> None:
         self.paths = Paths(base)
@@ -142,7 +142,7 @@ def _wanted(agent: StatefulAgent) -> str:
 
 
 async def _nothing(_: StatefulAgent, __: str) -> None:
-    """Do nothing, because no action changes the stamps in agent_shim.json."""
+    """Do nothing. This is the action for agent_shim.json, whose stamps are not changed by any request."""
 
 
 ROWS: Final[Mapping[str, tuple[Callable[[Paths], Path], Callable[[StatefulAgent, str], Awaitable[None]], Value]]] = {
@@ -174,7 +174,9 @@ returns what the agent has read from the file.
 
 @contextmanager
 def failing(path: Path, error: str) -> Iterator[None]:
-    """Make each write of a file fail. An empty file can still be created, as on a full file system."""
+    """Make each write of a file fail with ``error``. With ENOSPC an empty file can still be created, as on a full file
+    system.
+    """
     real, number = files.write_atomic, getattr(errno, error)
 
     def write(target: Path, data: bytes, **options: Any) -> None:

@@ -1,18 +1,19 @@
 """``python -m tests.support.tracer PID NUMBER WHO PATH…``: kill a process at its NUMBERth system call that changes
 files, or make such calls fail.
 
-It follows a process, its threads and all descendants with ptrace, and counts over all of them the calls that change a
-file at or below one of the PATHs. Files do not change between two such calls, so a kill at each call produces every
-state that a crash can leave. (strace counts per thread, so some calls would never be reached.) The last counted call is
-not executed. WHO selects the victims: ``all`` followed processes, only the process PID (``root``), or only the process
-that makes the call (``caller``). NUMBER 0 kills none. If WHO is an error (``ENOSPC``, ``EROFS``, ``EIO``), nothing is
-killed. Instead, this call and each later one fails with that error, as on a disk that stays full or broken.
+The tracer follows a process, its threads and all descendants with ptrace, and counts their calls that change a file at
+or below one of the PATHs. All of them share one counter. Files do not change between two counted calls, so killing at
+each call in turn produces every state that a crash can leave. (strace counts per thread, so some calls would never be
+reached.) The NUMBERth call itself is not executed. WHO selects the victims: ``all`` followed processes, only the
+process PID (``root``), or only the process that makes the call (``caller``). With NUMBER 0 nothing is killed. If WHO is
+an error (``ENOSPC``, ``EROFS``, ``EIO``), nothing is killed either. Instead, the NUMBERth call and all later ones fail
+with that error, as on a disk that stays full or broken.
 
-It prints ``following`` once it is attached. Then it prints lines of JSON with ``call``, ``path``, ``pid`` and
-``killed``: with NUMBER 0 a line for each counted call, otherwise one line for the call at which it killed or for the
-first call that fails. It exits after a kill, when the process exits, or on SIGTERM. If calls are made to fail, the
-traced process should exit before the tracer, because a call that is failing when the tracer exits returns ENOSYS
-instead of the requested error.
+Once attached, the tracer prints ``following``. Then it prints lines of JSON with ``call``, ``path``, ``pid`` and
+``killed``. With NUMBER 0 there is a line for each counted call, otherwise one line for the call at which a process was
+killed, or for the first call that fails. The tracer exits after a kill, when the process exits, or on SIGTERM. If calls
+are made to fail, let the traced process exit before the tracer, because a call that is failing when the tracer exits
+returns ENOSYS instead of the requested error.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SYSCALL: Final = 24
 POKEUSER: Final = 6
 NUMBER_OF_CALL: Final = 15 * 8
 RESULT: Final = 10 * 8
-"""Offsets of ``orig_rax`` and ``rax`` in ``struct user``."""
+"""``NUMBER_OF_CALL`` and ``RESULT`` are the offsets of ``orig_rax`` and ``rax`` in ``struct user``."""
 GET_SYSCALL_INFO: Final = 0x420E
 OPTIONS: Final = 0x01 | 0x02 | 0x04 | 0x08 | 0x10
 """The ptrace options TRACESYSGOOD, TRACEFORK, TRACEVFORK, TRACECLONE and TRACEEXEC."""
@@ -109,7 +110,7 @@ class Tracer:
         self._count = 0
         self._threads: set[int] = set()
         self._failing: set[int] = set()
-        """Threads that are in a system call which is made to fail instead of being executed."""
+        """Threads whose current system call is being made to fail."""
         self._has_failed = False
         self._info = ctypes.create_string_buffer(INFO.size)
 
@@ -129,7 +130,7 @@ class Tracer:
                     return
 
     def _seize(self) -> None:
-        """Attach to all threads, including those that are created while this runs."""
+        """Attach to all threads, including any that the process creates in the meantime."""
         while missing := {int(task.name) for task in Path(f"/proc/{self._root}/task").iterdir()} - self._threads:
             for tid in missing:
                 self._threads.add(tid)
@@ -217,7 +218,9 @@ class Tracer:
         return "", ""
 
     def _kill(self, caller: int) -> list[int]:
-        """Kill the victims and return their pids. The calling thread is stopped, so it never executes its call."""
+        """Kill the victims and return their pids. The calling thread is stopped at its call, which is therefore never
+        executed.
+        """
         if self._who == "all":
             others = {_group(tid) for tid in self._threads} - {caller, 0}
             pids = [caller, *sorted(others)]
@@ -249,7 +252,7 @@ def _text(tid: int, address: int) -> str:
 
 
 def main() -> int:
-    """Return 0, or 77 if tracing is not possible."""
+    """Run the tracer. Return 0, or 77 if tracing is not possible."""
     root, number, who, *places = sys.argv[1:]
     if platform.machine() != "x86_64":
         sys.stderr.write("the numbers of system calls are for x86-64\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def as_ordinary_user(*own: Path) -> Iterator[None]:
-    """Act as an ordinary user during the block, if the tests run as root. That user gets the paths in ``own``."""
+    """Act as an ordinary user during the block if the tests run as root. That user gets the paths in ``own``."""
     if os.geteuid() != 0:
         yield
         return

@@ -1,8 +1,8 @@
 """Reads from ``go_verdicts.json`` which mutated documents the Go agent accepts.
 
-The verdicts were recorded at the cloudfoundry/bosh-agent commit that the file names, with ``json.Unmarshal`` into
-``settings.Settings`` and ``settings.UpdateSettings``, and with ``agent/action/runner.go``. Each row stands for one
-member of a document. It contains one letter for each value that was tried there.
+The verdicts were recorded with ``json.Unmarshal`` into ``settings.Settings`` and ``settings.UpdateSettings``, and with
+``agent/action/runner.go``, at the cloudfoundry/bosh-agent commit named in the file. Each row stands for one member of a
+document and contains one letter per value that was tried for it.
 """
 
 from __future__ import annotations

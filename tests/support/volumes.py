@@ -1,4 +1,4 @@
-"""Provides volumes like a kubelet or container runtime, directory trees that are hard to copy, and private mounts."""
+"""Provides volumes as a container runtime would, directory trees that are hard to copy, and private mounts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from agent_shim.services.disks.service import Copy, in_worker
 
 
 SKIPPED = 77
-"""The exit code of a child process whose test was skipped."""
+"""Exit code with which a child process reports that its test was skipped."""
 
 
 def alone(test: Callable[..., Any]) -> Callable[..., None]:
@@ -83,7 +83,8 @@ def _run_in_child(test: Callable[..., Any], args: Any, kwargs: Any, report: int)
 
 
 def by(*ways: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Run a test once for each of these ways to make disks visible to jobs, with an ``instance`` that uses this way.
+    """Run a test once for each of these ways of making disks visible to jobs, with an ``instance`` that works in this
+    way.
 
     ``links`` uses symlinks in a scratch directory, as any user. ``mounts`` uses bind mounts, as root in its own mount
     namespace, with a real ``/var/vcap`` and volumes in memory.
@@ -126,16 +127,16 @@ def drop_capabilities() -> None:
 
 
 def mount_tmpfs(point: Path) -> Path:
-    """Mount a memory-backed emptyDir."""
+    """Mount a tmpfs, like an emptyDir in memory."""
     point.mkdir(parents=True, exist_ok=True)
     mounts.mount_tmpfs(point)
     return point
 
 
 def mount_overlay(point: Path, layers: Path) -> Path:
-    """Mount an overlay like the root file system of a container.
+    """Mount an overlay like a container's root file system.
 
-    ``layers`` must be on a file system that can hold an upper layer.
+    ``layers`` must be on a file system that overlayfs accepts for the upper layer.
     """
     for name in ("lower", "upper", "work"):
         (layers / name).mkdir(parents=True, exist_ok=True)
@@ -219,7 +220,7 @@ class InstanceWithVolumes:
         copies.
         """
         self.holder: Callable[[Path], str] = lambda _: ""
-        """A function that returns the name of another agent that holds the lease of a volume, or ""."""
+        """Returns the name of the other agent that holds a volume's lease, or "" if there is none."""
         self.released: list[Path] = []
         """Private directories of the volumes that this agent has released."""
         self.timeouts = HASTY
@@ -235,8 +236,8 @@ class InstanceWithVolumes:
         self.start_container()
 
     def start_container(self) -> None:
-        """Create the directories of an image, which are empty. If ``/var/vcap`` itself is used, a tmpfs is mounted
-        there.
+        """Create the empty directories that an image contains. If the instance uses ``/var/vcap`` itself, mount a tmpfs
+        there first.
         """
         if self.paths.is_system:
             mount_tmpfs(self.paths.base)
@@ -245,7 +246,7 @@ class InstanceWithVolumes:
         self.start_agent()
 
     def start_agent(self) -> None:
-        """Start a new agent, which knows nothing about the previous agent."""
+        """Start a new agent, which knows only what the previous agent has saved."""
 
         async def copy(*what: Any) -> list[str]:
             return await (self.copy or in_worker)(*what)
@@ -292,7 +293,7 @@ class InstanceWithVolumes:
         return self.volume(cid)
 
     async def mount(self, *cids: str) -> None:
-        """Attach and mount disks. The first is mounted at the store, the second at the target of a migration."""
+        """Attach and mount disks: the first at the store, the second at the migration target."""
         for cid in cids:
             self.attach(cid)
             await self.disks.mount(cid)
@@ -340,15 +341,15 @@ STEPS = [
     (files, "swap_link"),
     (files, "remove_tree"),
 ]
-"""All functions through which a request changes a disk or a mount point."""
+"""The functions through which a request makes every change to a disk or a mount point."""
 MORE_THAN_ALL = 17
-"""More steps than a migration has changes: 15 with links, 14 with mounts."""
+"""A step number that no migration reaches: it makes 15 changes with links and 14 with mounts."""
 
 
 async def migrate_until(step: int, instance: InstanceWithVolumes, old: str = "a", new: str = "b") -> bool:
     """Migrate a disk, and simulate a kill before change number ``step``.
 
-    Return True if the migration ended before that because it needed fewer changes.
+    Return True if the migration finished without the kill because it needed fewer changes.
     """
     return await killed_before(step, lambda: instance.disks.migrate(old, new))
 
@@ -356,7 +357,7 @@ async def migrate_until(step: int, instance: InstanceWithVolumes, old: str = "a"
 async def killed_before(step: int, request: Callable[[], Awaitable[object]]) -> bool:
     """Make a request, and simulate a kill before change number ``step``.
 
-    Return True if the request ended before that because it needed fewer changes.
+    Return True if the request finished without the kill because it needed fewer changes.
     """
     left = step
 
@@ -390,9 +391,9 @@ ACL = struct.pack("<I", 2) + b"".join(
         (0x20, 0, 0xFFFFFFFF),
     ]
 )
-"""The value of ``setfacl -m u:1234:r,m::rw`` on mode 0640."""
+"""An ACL in the form of its extended attribute, as set by ``setfacl -m u:1234:r,m::rw`` on mode 0640."""
 FILE_CAPABILITY = struct.pack("<IIIII", 0x02000001, 1 << 10, 0, 0, 0)
-"""The value of ``setcap cap_net_bind_service+ep``."""
+"""A file capability in the form of its extended attribute, as set by ``setcap cap_net_bind_service+ep``."""
 
 
 def fill(tree: Path, *, as_root: bool = False) -> None:
@@ -447,7 +448,9 @@ def fill(tree: Path, *, as_root: bool = False) -> None:
 
 
 def fingerprint(tree: Path, *, spared: frozenset[str] = frozenset({"lost+found", ".agent_shim"})) -> dict[str, Any]:
-    """Return by path everything that a copy must preserve. For a hard-linked file, this includes all its names."""
+    """Map each path in a tree to everything that a copy must preserve. For a hard-linked file, this includes all its
+    names.
+    """
     found: dict[str, Any] = {}
     names: dict[tuple[int, int], list[str]] = {}
     for here, below, inside in os.walk(tree):

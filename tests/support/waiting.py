@@ -1,4 +1,4 @@
-"""Lets tests wait for a condition. The condition is checked repeatedly until it is true, so a busy machine only makes a
+"""Lets tests wait for a condition, which is checked repeatedly until it is true. A busy machine therefore only makes a
 test slower. A wait fails only after ``TIMEOUT_S`` seconds.
 """
 
@@ -16,8 +16,8 @@ TIMEOUT_S: Final = 120.0 * float(os.environ.get("SHIM_TEST_SLOW", "1"))
 FIRST_S: Final = 0.003
 LONGEST_S: Final = 0.05
 GROWTH: Final = 1.2
-"""Factor by which the interval between two checks grows. Most conditions become true soon and are noticed quickly, and
-slow ones need few checks.
+"""Factor by which the interval between two checks grows. Conditions that become true soon are noticed quickly, and slow
+ones need few checks.
 """
 
 Fact = TypeVar("Fact")

@@ -43,23 +43,23 @@ HALF_MADE: Final = re.compile(r"\.tmp-[0-9a-f]{8}$|\.part$")
 BUNDLE: Final = re.compile("[0-9a-f]{40}")
 """Pattern for the directory names of installed job and package versions."""
 DEAF: Final = 3.0
-"""Seconds for which pings are sent after a case. Each of them must be answered within ``PONG`` seconds."""
+"""Seconds during which the agent is pinged after a case. Each ping must be answered within ``PONG`` seconds."""
 PONG: Final = 1.0
 BUSY: Final = 30.0
-"""Seconds after which a ping counts as late even on a busy machine."""
+"""Seconds of pinging after which a late answer is a violation even if the machine is busy."""
 SETTLED: Final = 10.0
 """Seconds within which jobs must reach their state, alerts must arrive, and processes that are being stopped must have
 exited.
 """
 BEAT: Final = 35.0
-"""Seconds within which a heartbeat must arrive: the interval, and five more for a busy machine."""
+"""Seconds within which a heartbeat must arrive: the interval of 30 seconds, and five more for a busy machine."""
 TASK: Final = 60.0
 PLAIN_TEXT: Final = "managed_disk_settings.json"
 """Despite its name, this file contains only a disk cid, so it is not parsed as JSON."""
 LARGE: Final = 8 << 20
-"""Files above this size in bytes are compared only by size."""
+"""Size in bytes above which the contents of files are not compared, only their sizes."""
 LOG: Final = "".join(f"{number} a line of the witness\n" for number in range(3000)).encode()
-"""Content of a log file that is written before the fault, and that must be complete in the logs fetched afterwards."""
+"""Content of a log file that is written before the fault. The logs fetched after the fault must contain all of it."""
 OWN: Final = "bpm"
 """Name of the job and the package that the agent itself provides."""
 Identity: TypeAlias = tuple[int, int]
@@ -79,7 +79,7 @@ class Size:
     """Resident memory in bytes."""
 
     def beyond(self, before: Size) -> list[str]:
-        """Return the violations of I4, which are values that exceed the reference by more than allowed."""
+        """Return the violations of I4: the values that have grown by more than the allowed amount since ``before``."""
         found = []
         if self.descriptors > before.descriptors + 5:
             found.append(f"I4: {self.descriptors} descriptors instead of {before.descriptors}")
@@ -97,7 +97,7 @@ class Before:
     size: Size
     starts: dict[str, list[int]]
     roots: dict[str, Identity]
-    """The first process of each job."""
+    """The main process of each job."""
     log_size: int
     asked: int
     """Number of requests that the Director has published."""
@@ -206,9 +206,7 @@ class Witness:
         return found
 
     def _strangers(self) -> dict[Identity, str]:
-        """Return the processes that jobs have left behind although they do not belong to a running job, with their
-        command lines.
-        """
+        """Map each process that jobs have left behind, and that belongs to no running job, to its command line."""
         table, agent = proc.table(), self._stand.pid
         children = proc.children(table)
         marker = str(self._stand.world.base).encode()
@@ -234,7 +232,7 @@ class Witness:
         return found
 
     def _roots(self) -> dict[str, Identity]:
-        """Return the first process of each running job, from its latest recorded start or, without one, from its
+        """Return each running job's main process, taken from the last recorded start or, if there is none, from the
         pidfile.
         """
         world, numbers = self._stand.world, self._numbers()
@@ -248,7 +246,7 @@ class Witness:
         return found
 
     def processes(self) -> dict[Identity, str]:
-        """Return the processes of the jobs, with their command lines."""
+        """Map each process of the jobs to its command line."""
         table = proc.table()
         pids = proc.descent(proc.children(table), [pid for pid, _ in self._roots().values()])
         return {table[pid].identity: _line(pid) for pid in pids if pid in table}
@@ -266,8 +264,8 @@ class Witness:
         return found
 
     def _restarted(self, before: Before) -> list[str]:
-        """Return a violation of I2 if a job that the case does not affect has a new first process or another recorded
-        start.
+        """Return a violation of I2 if a job that the case does not involve has been restarted, that is, if it has a new
+        main process or another recorded start.
         """
         now, starts = self._roots(), self._stand.world.starts()
         again = {name for name, identity in before.roots.items() if now.get(name, identity) != identity}
@@ -334,7 +332,7 @@ class Witness:
 
     def modes(self) -> dict[str, int]:
         """Return the modes of job and package files. The keys are paths through the links in ``jobs`` and ``packages``,
-        because unlike the directories of installed versions they stay the same after an apply.
+        because an apply changes the directories of installed versions but not these links' names.
         """
         base = self._stand.world.base
         return {
@@ -385,9 +383,7 @@ class Witness:
         return found[:3]
 
     def _blobs(self, spec: Mapping[str, Any]) -> dict[str, dict[str, dict[str, str] | None]]:
-        """Return the files of jobs and packages according to their blobs. A large file has None in place of a
-        digest.
-        """
+        """Return the files of each job and package according to its blob. A large file has None instead of a digest."""
         kept = self._stand.world.kept
         assert kept is not None
 
@@ -414,7 +410,7 @@ class Witness:
         return {"jobs": jobs, "packages": packages}
 
     async def _worked(self) -> list[str]:
-        """Run tasks, and check their results and their effect on the metrics (I17)."""
+        """Run tasks and check their results and their effect on the metrics (I17)."""
         try:
             async with asyncio.timeout(TASK):
                 return await (self._errand() if self._stand.world.applied else self._compiled())
@@ -459,7 +455,7 @@ class Witness:
         return found
 
     async def _compiled(self) -> list[str]:
-        """Compile a package and check the result. This is done if no deployed job can run an errand."""
+        """Compile a package and check the result. Used if no deployed job can run an errand."""
         stand = self._stand
         source = stand.world.blob("witness", archive({"packaging": "echo compiled > $BOSH_INSTALL_TARGET/witness\n"}))
         told = await stand.world.director.run(
@@ -527,7 +523,7 @@ class Witness:
         return found[:3] + self._counted(before)
 
     def _counted(self, before: Before) -> list[str]:
-        """Compare the alert counter with the number of received alerts. More alerts may arrive during the
+        """Compare the alert counter with the number of received alerts, allowing for alerts that arrive during the
         comparison.
         """
         stand = self._stand
@@ -552,9 +548,8 @@ class Witness:
     async def _deaf(self) -> list[str]:
         """Ping for some seconds, so that even a temporary failure to answer is noticed (I3).
 
-        A ping that is not answered in time is no violation if the machine was busy, that is, if threads waited for a
-        CPU during at least half of the time limit. In this case, pings are sent for another second. After 30 seconds,
-        every late ping is a violation.
+        A late answer is excused if the machine was busy, that is, if threads waited for a CPU for at least half of the
+        time limit. Pinging then continues for another second. After 30 seconds, no late answer is excused.
         """
         begun_at = time.monotonic()
         ends_at, gives_up_at = begun_at + DEAF, begun_at + BUSY
@@ -647,9 +642,7 @@ class Witness:
         return found
 
     async def _lane_idle(self) -> list[str]:
-        """Wait up to a minute until the tasks of earlier requests have finished. Return a violation of I8 if this takes
-        longer.
-        """
+        """Wait up to a minute for the tasks of earlier requests to finish. Return a violation of I8 if they do not."""
         running: float | None = None
         for _ in range(60):
             running = self._stand.read_metric("agent_shim_tasks_running")
@@ -694,8 +687,8 @@ class Witness:
         return {"a secret in the settings": CANARY.encode(), **keys}
 
     def _keys(self) -> set[bytes]:
-        """Return one long line of each private key, because a single line looks the same in PEM, in JSON and in a
-        log.
+        """Return one long line of each private key. A single line looks the same in PEM, in JSON and in a log, so it
+        can be searched for everywhere.
         """
         keys = set()
         for path in (
@@ -718,8 +711,8 @@ class Witness:
 
 
 def longest_waits(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> float:
-    """Determine for each process the longest time that one of its threads has waited between the two readings, and
-    return the sum of these times in seconds.
+    """Return the sum, in seconds, of the longest CPU waits of all processes between two readings. A process's longest
+    wait is that of the thread that waited longest.
     """
     return sum(
         max((seconds - before.get(pid, {}).get(thread, 0.0) for thread, seconds in threads.items()), default=0.0)

@@ -30,9 +30,9 @@ NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.
 
 @dataclass
 class LocalAgent:
-    """An agent in this process.
+    """An agent that runs in this process.
 
-    ``call`` returns the reply that would go over the bus. ``asked`` lists the calls of ``EdgeCallbacks``.
+    ``call`` returns the reply that would be sent over the bus. ``asked`` lists the calls of ``EdgeCallbacks``.
     """
 
     agent: Agent

@@ -1,5 +1,5 @@
 """Makes an agent report callbacks that block its event loop (``tests.support.loop_guard``). Python imports this module
-at its start if this directory is in ``PYTHONPATH``.
+at startup if this directory is in ``PYTHONPATH``.
 """
 
 import os

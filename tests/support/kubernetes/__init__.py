@@ -1,1 +1,1 @@
-"""Runs a Kubernetes node with the CPI, and makes the same calls as a Director."""
+"""Runs a Kubernetes node and this project's CPI, and calls the CPI as a Director does."""

@@ -1,4 +1,4 @@
-"""An API server with etcd but without nodes and controllers, for tests of what the API server accepts and rejects."""
+"""Runs an API server and etcd without nodes or controllers, to test which objects it accepts and rejects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class ApiServer:
         self._trust.verify_mode = ssl.CERT_NONE
 
     def start(self) -> None:
-        """Start the programs and wait until they are ready. On failure, fail the test with the end of the log."""
+        """Start the programs and wait until they are ready. If they do not become ready, fail the test and show the end
+        of the log.
+        """
         client, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
         tokens, key = self._where / "tokens.csv", self._where / "key.pem"
         tokens.write_text(f'{self._token},admin,admin,"system:masters"\n')
@@ -85,7 +87,7 @@ class ApiServer:
     def request(
         self, method: str, path: str, body: Any = None, *, user: str = "", kind: str = "application/json"
     ) -> tuple[int, dict[str, Any]]:
-        """Make a request, impersonating ``user`` if given, and return the status and document of the response."""
+        """Make a request, impersonating ``user`` if given. Return the status and the JSON body of the response."""
         connection = HTTPSConnection("127.0.0.1", self._port, context=self._trust, timeout=TIMEOUT_S)
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": kind, "Accept": "application/json"}
         if user:

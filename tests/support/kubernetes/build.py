@@ -45,8 +45,8 @@ class DebianSource:
 
 
 def cached(cache: Path) -> Path:
-    """Return the directory with the four programs. They are built once for each source version, compiler and set of
-    flags.
+    """Return the directory with the four programs, building them only if the cache has none for this source version,
+    compiler and set of flags.
 
     Needs golang-go, dpkg-dev, jq, rsync and make. Raises ``ShimError`` if one of them is not available.
     """
@@ -126,7 +126,7 @@ class _Apt:
         _run(["apt-get", "update", "-qq"], env=self._environment)
 
     def source(self, package: str) -> DebianSource:
-        """Return the version of a source package that apt would download."""
+        """Return the version and digest of the source package that apt would download."""
         said = _run(["apt-get", "source", "--print-uris", "-qq", package], env=self._environment)
         found = re.search(rf" {package}_(\S+)\.dsc \d+ SHA256:([0-9a-f]{{64}})", said)
         if found is None:
@@ -141,7 +141,7 @@ class _Apt:
 
 
 def _debian() -> str:
-    """Return an apt source for source packages. It uses the mirror from which this machine gets its Debian packages."""
+    """Return an apt source entry for source packages, with the mirror from which this machine gets Debian packages."""
     said = _run(["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", "Label: Debian"])
     if not said.strip():
         raise ShimError("cannot build kubernetes: apt knows no packages of Debian here; apt-get update may help")

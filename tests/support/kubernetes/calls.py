@@ -1,7 +1,8 @@
-"""Calls a CPI as the Director does: runs it twice for each operation, with only three environment variables.
+"""Calls a CPI as the Director does: each operation runs the program twice, with only three environment variables.
 
-Source: src/bosh-director/lib/clouds/external_cpi.rb and cloud_factory.rb. The first run is a call of ``info``. The
-request is one JSON document on stdin, the response is all of stdout, and the exit code is ignored.
+The first run calls ``info``, the second the operation itself. The request is one JSON document on stdin, the response
+is all of stdout, and the exit code is ignored. Source: src/bosh-director/lib/clouds/external_cpi.rb and
+cloud_factory.rb.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Cpi:
 
 
 def of_this_tree(config: Path, home: Path, **members: Any) -> Cpi:
-    """Return the CPI of this source tree, which is started in the same way as by the release's job."""
+    """Return the CPI of this source tree, started in the same way as by the CPI release's job."""
     return Cpi([sys.executable, "-c", START, "--config", str(config)], home, **members)
 
 

@@ -26,7 +26,7 @@ from tests.support.source import ROOT
 ACCOUNT: Final = "bosh-cpi"
 LABEL: Final = "cpi.bosh.io"
 CLASS: Final = "on-the-node"
-"""A StorageClass whose volumes are bound when a pod first uses them, as is usual in clouds."""
+"""A StorageClass whose volumes are bound when a pod first uses them, as in most clouds."""
 KINDS: Final = "pods,secrets,persistentvolumeclaims,services,configmaps"
 GRACE_S: Final = 10
 
@@ -42,7 +42,9 @@ STORAGE: Final = {
 
 @dataclass(frozen=True)
 class Way:
-    """One of the CPI's ways to attach disks, with the Pod Security level of a namespace in which this way is used."""
+    """One of the CPI's ways to attach disks. ``level`` is the Pod Security level of the namespace in which it is
+    tested.
+    """
 
     name: str
     attach: str
@@ -65,7 +67,7 @@ WAYS: Final = (
 
 @dataclass
 class Site:
-    """The namespace that one Director uses."""
+    """A namespace and the Director that deploys to it."""
 
     namespace: Namespace
     deployments: Deployments
@@ -95,7 +97,7 @@ class Site:
             self.deployments.vm_type = before
 
     async def empty(self) -> None:
-        """Delete all objects that a failed flow left behind. This uses the administrator's permissions."""
+        """Delete all objects that a failed flow has left behind, with the administrator's permissions."""
         for kind in ("pods", "persistentvolumeclaims", "services"):
             await self.namespace.kubectl("delete", kind, "--all", "--force", "--grace-period=0")
         for one in await self.objects():
@@ -108,16 +110,16 @@ class Site:
         return await self.namespace.pod(instance.vm).exec(*command)
 
     async def write(self, instance: DeployedInstance) -> None:
-        """Write the file that must still exist after every flow, as a job that runs as root would. Then check that vcap
-        can write to its own directory on the same disk.
+        """Write the file that must survive every flow, as a job running as root would. Also check that vcap can write
+        to its own directory on the same disk.
         """
         instance.kept = uuid.uuid4().hex
         await self.exec(instance, "sh", "-c", f"echo {instance.kept} >/var/vcap/store/{deployments.KEPT}; sync")
         await self.exec(instance, "sh", "-ec", _AS_VCAP)
 
     async def check(self, *instances: DeployedInstance) -> None:
-        """Check the invariants after a flow: jobs run, the file still exists, and the Director has a record of every
-        object.
+        """Check the invariants after a flow: the jobs run, the file from ``write`` still exists, and the Director has a
+        record of every object.
         """
         for instance in instances:
             if instance.vm:
@@ -136,7 +138,7 @@ class Site:
         self.spare = next((one for one in instances if one.vm and one.disk), None)
 
     async def _until_ended(self) -> None:
-        """Wait until the cluster has removed all deleted objects, which takes a while."""
+        """Wait until the cluster has removed every object that is being deleted."""
         async with asyncio.timeout(LIMIT):
             while any(_is_ending(one) for one in await self.unheld()):
                 await asyncio.sleep(0.5)
@@ -157,7 +159,9 @@ class Site:
         return [one for one in found if not (_is_ending(one) and one["metadata"]["name"] in held)]
 
     def _knows(self, one: Document) -> bool:
-        """Return True if the labels or the name of an object refer to VMs and disks in the Director's records."""
+        """Return True if an object's labels or name refer to a VM or disk, and only to those that the Director has
+        records of.
+        """
         vms, disks = self.deployments.vms, self.deployments.disks
         labels = one["metadata"].get("labels", {})
         vm, disk = labels.get(f"{LABEL}/vm", ""), labels.get(f"{LABEL}/disk", "")
@@ -165,21 +169,21 @@ class Site:
         return is_known and (bool(vm or disk) or one["metadata"]["name"] in vms | disks)
 
     def stray_mounts(self) -> Iterator[str]:
-        """Return the mounts that are left on nodes in the directories of deleted VMs."""
+        """Yield the mount points that deleted VMs have left behind on nodes."""
         lines = [line for one in self.namespace.node.workers for line in one.mounts.read_text().splitlines()]
         for point in (Path(line.split()[4]) for line in lines):
             if self.hosted in point.parents and not any(vm in str(point) for vm in self.deployments.vms):
                 yield str(point)
 
     def stray_files(self) -> Iterator[str]:
-        """Return files that were written to a node's own disk because no disk was mounted in their directory."""
+        """Yield files that ended up on a node's own disk because no disk was mounted in their directory."""
         for worker in self.namespace.node.workers:
             for point in (worker.root / self.hosted.relative_to("/")).glob("*/*"):
                 if point.is_dir() and not point.is_mount():
                     yield from map(str, point.iterdir())
 
     async def check_levels(self) -> None:
-        """Check that the Pod Security level of the namespace permits every pod."""
+        """Check that every pod is permitted by the namespace's Pod Security level."""
         if self.way.level == "privileged":
             return
         for one in await self.objects():
@@ -305,7 +309,7 @@ async def _config(namespace: Namespace, way: Way, mbus: str, hosted: Path) -> Do
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Document:
-    """Merge two nested mappings. Where the values of a key are not both mappings, use the one in ``above``."""
+    """Merge two nested mappings. Values from ``above`` win, except that two mappings under the same key are merged."""
     both = dict(below)
     for key, value in above.items():
         before = both.get(key)

@@ -1,5 +1,5 @@
-"""A scripted Director that manages deployments on a cluster. It calls the CPI and the agents in a real Director's
-order.
+"""A scripted Director that manages deployments on a cluster, calling the CPI and the agents in the same order as a real
+one.
 
 The order comes from src/bosh-director/lib/bosh/director: deployment_plan/steps, instance_updater, disk_manager.rb,
 vm_creator.rb, problem_handlers, jobs/vm_state.
@@ -41,7 +41,7 @@ KEPT: Final = "written-at-the-beginning"
 
 @dataclass
 class CpiEnvironment:
-    """The environment of a CPI: a bus that revokes bootstrap credentials, and a blobstore. Pods can reach both."""
+    """The services around a CPI: a bus that revokes bootstrap credentials, and a blobstore. Pods can reach both."""
 
     address: str
     server: NatsServer
@@ -170,7 +170,7 @@ class Deployments:
         await world.server.add_agent(agent, bootstrap=False)
 
     async def delete_vm(self, instance: DeployedInstance) -> None:
-        """Delete the VM, and also the agent's user on the bus."""
+        """Delete the VM and its agent's user on the bus."""
         with contextlib.suppress(CpiCallError):
             await self._delete_vm(instance)
         instance.vm = instance.agent = ""
@@ -226,9 +226,9 @@ class Deployments:
     # --- dynamic disks ------------------------------------------------------------------------------------------------
 
     async def provide_dynamic_disk(self, instance: DeployedInstance, name: str) -> str:
-        """Create a dynamic disk and attach it, unless it exists or is attached already.
+        """Create a dynamic disk if it does not exist, and attach it if it is not attached. Return its cid.
 
-        Return its cid. The Director does this for ``POST /dynamic_disks/provide`` (jobs/dynamic_disks).
+        The Director does this for ``POST /dynamic_disks/provide`` (jobs/dynamic_disks).
         """
         disk = next((one for one in self.dynamic_disks.values() if one.name == name), None)
         if disk is None:
@@ -253,7 +253,7 @@ class Deployments:
         self.dynamic_disks[cid].vm = ""
 
     async def delete_dynamic_disk(self, cid: str) -> None:
-        """Delete a dynamic disk like ``DELETE /dynamic_disks/NAME``, and like disk_deleter.rb after ``bosh
+        """Delete a dynamic disk as for ``DELETE /dynamic_disks/NAME``. disk_deleter.rb does the same after ``bosh
         delete-deployment``.
         """
         if await self.cpi.call("has_disk", cid):
@@ -323,7 +323,7 @@ class Deployments:
     # --- flows --------------------------------------------------------------------------------------------------------
 
     async def first_deploy(self, group: str = "db", *, with_disk: bool = True) -> DeployedInstance:
-        """``bosh deploy`` of a new instance. If it has a disk, a job then writes a file to the disk."""
+        """Deploy a new instance, as ``bosh deploy`` does. If it has a disk, write a file to the disk."""
         instance = DeployedInstance(group)
         await self.create_vm(instance)
         await self.connect(instance)
@@ -345,7 +345,7 @@ class Deployments:
         await self.start(instance)
 
     async def stop_hard(self, instance: DeployedInstance) -> None:
-        """``bosh stop --hard``."""
+        """Stop an instance and delete its VM, as ``bosh stop --hard`` does."""
         await self.stop(instance)
         if instance.disk:
             await self.detach(instance, instance.disk)
@@ -353,12 +353,14 @@ class Deployments:
         await self.delete_vm(instance)
 
     async def recreate(self, instance: DeployedInstance) -> None:
-        """``bosh recreate``, which is also what a changed VM type causes."""
+        """Stop an instance and recreate its VM, as for ``bosh recreate`` or a changed VM type."""
         await self.stop_hard(instance)
         await self.new_vm(instance)
 
     async def resurrect(self, instance: DeployedInstance) -> None:
-        """Recreate a VM without asking the agent, as the Health Monitor's scan-and-fix and cck's "Recreate VM" do."""
+        """Recreate a VM without sending requests to its agent, as the Health Monitor's scan-and-fix and cck's "Recreate
+        VM" do.
+        """
         await self.delete_vm(instance)
         await self.new_vm(instance)
 
@@ -415,7 +417,7 @@ class Deployments:
         await self.delete_vm(instance)
 
     async def errand(self, group: str = "errand") -> str:
-        """``bosh run-errand`` on an instance without a VM. Return the errand's output."""
+        """Run an errand on an instance without a VM, as ``bosh run-errand`` does. Return the errand's output."""
         instance = DeployedInstance(group)
         await self.new_vm_without_start(instance)
         result = await self.ask(instance, "run_errand", group)
@@ -441,7 +443,7 @@ class Deployments:
         return found
 
     async def is_unresponsive(self, instance: DeployedInstance) -> bool:
-        """Return True if a ping fails. The Health Monitor and cck decide in the same way."""
+        """Return True if a ping fails, which is also how the Health Monitor and cck decide."""
         try:
             await self.world.agents.value(instance.agent, "ping", timeout=2.0)
         except RpcTimeoutError:

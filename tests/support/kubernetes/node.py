@@ -1,5 +1,5 @@
-"""A single-node cluster. It runs in the namespaces that ``run_as_node`` has created. When PID 1 of the PID namespace
-exits, the kernel kills the whole cluster.
+"""A single-node cluster in the namespaces that ``run_as_node`` has created. When PID 1 of the PID namespace exits, the
+kernel kills the whole cluster.
 
 A test may add a second node, which has its own network, mounts and container runtime.
 """
@@ -24,9 +24,7 @@ import pytest
 from tests.support import pods
 
 NODE: Final = "SHIM_TEST_NODE"
-"""Environment variable with the path of the node's directory. ``run_as_node`` puts the files named below into that
-directory.
-"""
+"""Environment variable with the path of the node's directory, in which ``run_as_node`` puts the files named below."""
 PROGRAMS: Final = "programs"
 IMAGES: Final = "images.tar"
 
@@ -94,7 +92,7 @@ exec sleep infinity
 class KubeletNode:
     """A kubelet with its container runtime.
 
-    ``where`` contains their state and logs, ``cluster`` the files that all nodes share.
+    ``where`` contains the state and logs of both. ``cluster`` contains the files that all nodes share.
     """
 
     def __init__(self, cluster: Path, where: Path, name: str, address: str) -> None:
@@ -103,7 +101,7 @@ class KubeletNode:
         self.name = name
         self.address = address
         self.inside: Sequence[str] = ()
-        """Command prefix that enters the namespaces of the node."""
+        """Command prefix with which a program enters the node's namespaces."""
         self.root = Path("/")
         """Path at which this process sees the node's root file system."""
         self.mounts = Path("/proc/self/mountinfo")
@@ -364,7 +362,7 @@ class Second(KubeletNode):
         super().__init__(first.where, first.where / SECOND, SECOND, SECOND_ADDRESS)
 
     def start(self) -> None:
-        """Start the node and wait until a pod can be created."""
+        """Start the second node in its own namespaces, and wait until a pod can be created on it."""
         self.where.mkdir()
         holder = subprocess.Popen(
             ["unshare", "--mount", "--net", "sh", "-c", ENTER_SECOND, str(self.where)], stdout=subprocess.PIPE

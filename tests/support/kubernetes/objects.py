@@ -41,7 +41,7 @@ def pod_spec(documents: Iterable[Document]) -> Document:
 
 
 def end_on_request(documents: Iterable[Document]) -> None:
-    """Give the container a liveness probe that ``Pod.end`` can make fail."""
+    """Give the container a liveness probe that fails once ``Pod.end`` has created a file."""
     command = ["test", "!", "-e", END]
     pod_spec(documents)["containers"][0]["livenessProbe"] = {"exec": {"command": command}, "failureThreshold": 1}
 
@@ -88,7 +88,7 @@ class Namespace:
         return Pod(self, name)
 
     async def clear(self) -> None:
-        """Remove everything that is left, without a grace period."""
+        """Delete the namespace's remaining objects without a grace period."""
         print(await self.kubectl("get", "events,pods"))
         pods = json.loads(await self.kubectl("get", "pods", "-o", "json"))["items"]
         await self.kubectl("delete", "statefulsets", "--all", "--cascade=orphan")
@@ -197,9 +197,7 @@ class Pod:
         ]
 
     async def delete_without_grace(self) -> None:
-        """Delete the pod by force and wait until its process has exited. That happens only after the object has been
-        removed.
-        """
+        """Delete the pod by force and wait until its process has exited, because the object is removed before that."""
         container = await self.container()
         await self.namespace.kubectl("delete", "pod", self.name, "--force", "--grace-period=0")
         await self.until_ended(container)

@@ -50,10 +50,9 @@ SERVE: Final = f"#!/bin/sh\nexec python3 -m http.server --directory /var/vcap/jo
 
 
 def make(podman: Podman, renderer: str, where: Path) -> str:
-    """Follow docs/without-director.md: write the manifests to ``where/rendered``, and build the image for the init
-    container.
+    """Follow docs/without-director.md: write the manifests to ``where/rendered``, and build the init container's image.
 
-    Return the name of the image.
+    Return the image's name.
     """
     release = where / "peers"
     templates = release / "jobs/peers/templates"

@@ -80,7 +80,7 @@ def run_as_node(command: list[str]) -> int:
 
 
 def _save_images(node: Path) -> None:
-    """Write the images for the pods into one archive, because there is no registry."""
+    """Save the images for the pods in one archive that the node can import, because there is no registry."""
     podman = pods.podman(node)
     base = node / "base"
     base.mkdir()
@@ -100,7 +100,9 @@ def _save_images(node: Path) -> None:
 
 @contextmanager
 def _cgroup(name: str) -> Iterator[None]:
-    """Create a cgroup for all pods in every hierarchy. At the end, remove each with all its child cgroups."""
+    """Create a parent cgroup for all pods in every hierarchy. At the end of the block, remove these cgroups and their
+    children.
+    """
     roots = [path for path in CGROUPS.iterdir() if (path / "cgroup.procs").exists() and path.name != "unified"]
     groups = [root / name for root in (roots if not (CGROUPS / "cgroup.controllers").exists() else [CGROUPS])]
     for group in groups:

@@ -21,7 +21,7 @@ def argv(name: str, *arguments: object) -> list[str]:
 
 
 def foreign(*command: object, **env: str) -> int:
-    """Start a program that is not a descendant of this process, with only ``env`` as its environment.
+    """Start a program that is not a descendant of this process, with ``env`` as its whole environment.
 
     Return its pid.
     """
@@ -31,7 +31,9 @@ def foreign(*command: object, **env: str) -> int:
 
 
 def number_in(path: Path) -> int | None:
-    """Return the number that a program has written to a file, or None if the program has not finished writing it."""
+    """Return the number that a program has written to a file, or None if the file does not contain a complete number
+    yet.
+    """
     try:
         text = path.read_text()
     except FileNotFoundError:  # Another process may remove the file at any moment.
@@ -40,10 +42,9 @@ def number_in(path: Path) -> int | None:
 
 
 def number_of_program(path: Path, name: str) -> int | None:
-    """Return the pid in a file like ``number_in``, but return None until that process has executed the program with
-    this name.
+    """Return the pid in a file, or None until the process with that pid has executed the program ``name``.
 
-    A shell script writes its pid before it executes the program.
+    A shell script writes its pid before it executes the program, so the pid alone does not show that the program runs.
     """
     number = number_in(path)
     return number if number is not None and proc.name(number) == name else None

@@ -1,7 +1,7 @@
-"""Replaces a stemcell's ``bosh-blobstore-gcs`` and ``bosh-blobstore-azure-storage``, and stores blobs in a directory.
+"""Stands in for a stemcell's ``bosh-blobstore-gcs`` and ``bosh-blobstore-azure-storage``, storing blobs in a directory.
 
 ``PROGRAM DIRECTORY WANTED -c CONFIG get ID FILE`` or ``… put FILE ID``: CONFIG must contain exactly the options WANTED
-(JSON). Otherwise the program exits with code 1, as it would if the store rejected the credentials.
+(JSON). Otherwise the program exits with code 1, as if the store had rejected the credentials.
 """
 
 from __future__ import annotations

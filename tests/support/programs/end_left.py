@@ -1,8 +1,8 @@
-"""``end_left.py BASE PID``: wait until process PID has exited for any reason, then kill the processes that it has left
-behind.
+"""``end_left.py BASE PID``: wait until the pytest worker PID has exited for any reason, then kill the processes that it
+has left behind.
 
-If a pytest worker is killed, its fixtures do not kill the programs that its tests have started. These programs have
-BASE, the directory of the tests, in their command line or environment.
+The worker's fixtures do not run if it is killed, so programs started by its tests would keep running. They are
+recognized by BASE, the tests' directory, in their command line or environment.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """failpoints.py FILE ARGUMENT...: an agent in which any asyncio task can be made to fail.
 
-On SIGRTMIN the task named in FILE fails: its current wait raises an error that no code expects. If FILE is empty, the
-agent instead writes to FILE, one per line, the names of all tasks that it restarts after a failure.
+On SIGRTMIN, the agent reads FILE. If FILE contains the name of a task, that task's current wait raises an unexpected
+error. If FILE is empty, the agent writes to it the names of all tasks that it restarts after a failure, one per line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""``frozen_agent.py MODE run …``: an agent whose event loop blocks as soon as a pidfile is a named pipe.
+"""``frozen_agent.py MODE run …``: an agent whose event loop blocks when a pidfile is a named pipe.
 
-Its watchdog has a short timeout. MODE determines what blocks the loop: a system call, Python code, or C code that holds
-the GIL.
+The watchdog's timeouts are short. MODE determines what blocks the loop: a system call, Python code, or C code that
+holds the GIL.
 """
 
 from __future__ import annotations

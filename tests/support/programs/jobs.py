@@ -84,7 +84,7 @@ class JobTree:
 
     @contextlib.asynccontextmanager
     async def checking(self, *files: JobFile) -> AsyncIterator[Supervisor]:
-        """Run a supervisor for these jobs that also checks their monit rules."""
+        """Like ``supervising``, run a supervisor for these jobs, and also let it check their monit rules."""
         async with self.supervising(*files) as supervisor:
             running = asyncio.create_task(supervisor.run())
             try:
@@ -94,7 +94,7 @@ class JobTree:
                 running.cancel()
 
     def told(self, event: str) -> list[tuple[str, str]]:
-        """Return service and action of each reported event of this kind."""
+        """Return the service and the action of each reported event of this kind."""
         return [(each.service, each.action) for each in self.events if each.event == event]
 
     def open(self) -> None:

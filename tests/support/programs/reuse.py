@@ -33,9 +33,9 @@ STARTS: Final = {
     "bare": f"echo $$ >$pidfile.starter; env -i setsid sh -c 'echo $$ >'$pidfile'; exec {LASTING}' & "
     "while [ ! -s $pidfile ]; do sleep 0.001; done",
 }
-"""Scripts of start programs, by how they start the daemon. The start program's own process becomes the daemon
-(``itself``), or it exits and leaves the daemon behind: in the same session (``beside``), in another session
-(``apart``), or in another session and without the marker variable in the daemon's environment (``bare``).
+"""Scripts of start programs, by how the daemon is started. In ``itself``, the start program becomes the daemon. In the
+others it exits and leaves a daemon behind: in the same session (``beside``), in another session (``apart``), or in
+another session and without the marker variable in its environment (``bare``).
 """
 
 
@@ -66,7 +66,7 @@ class Strangers:
 
 
 class Rounds:
-    """Runs a sequence of supervisors for the same jobs."""
+    """Supervises the same jobs with one supervisor after another."""
 
     def __init__(self, base: Path, seed: int) -> None:
         self.world = JobTree(base, HURRY)
@@ -95,8 +95,8 @@ class Rounds:
         await self.supervisor.configure(self.files)
 
     async def round(self) -> None:
-        """Kill a job's process, reuse its pid or the pid of its starter for an unrelated process, and send the service
-        a request.
+        """Kill a job's process, start an unrelated process with the pid of that process or of its starter, and send the
+        service a request.
         """
         name = self.random.choice(list(STARTS))
         which = self.random.choice(["process", "starter"])

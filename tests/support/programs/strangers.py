@@ -51,7 +51,7 @@ def take(wanted: int, how: str) -> int:
 
 
 def stay(writing: int) -> None:
-    """Write this process's pid to the pipe, then the number of each signal that arrives."""
+    """Write this process's pid to the pipe, then the number of each signal that this process receives."""
     every = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
     signal.pthread_sigmask(signal.SIG_BLOCK, every)
     os.write(writing, b"%d\n" % os.getpid())
