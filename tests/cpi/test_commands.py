@@ -135,7 +135,7 @@ class DirectorCli:
             self._answered.write_text(f"{code}\n{output}")
 
     def close(self) -> None:
-        """Stop the thread. If the thread is waiting for a script that was killed, it remains until this process exits."""
+        """Stop the thread. A thread that is waiting for a script that was killed remains until this process exits."""
         with contextlib.suppress(OSError):
             os.close(os.open(self._asked, os.O_WRONLY | os.O_NONBLOCK))
 
