@@ -1,18 +1,16 @@
-"""A stand-in for the bosh CLI (bosh-cli 7 with Director 283). It answers from the JSON file that the environment
-variable ``STAND_IN_BOSH`` names.
+"""A stand-in for the bosh CLI (bosh-cli 7 with Director 283). Its answers come from a description of the Director's
+database.
 
 With `--json`, it prints one document, which contains tables, the output of `curl`, and lines. The last line is
-`Succeeded`, or `Exit code 1` after an error message. The member ``failing`` of the file maps each path or command that
-the Director rejects to an HTTP status.
+`Succeeded`, or `Exit code 1` after an error message. The member ``failing`` of the description maps each path or
+command that the Director rejects to an HTTP status.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,13 +29,15 @@ class _GoFlagsParser(argparse.ArgumentParser):
 
 
 class _Cli:
-    def __init__(self, state: dict[str, Any]) -> None:
+    def __init__(self, state: dict[str, Any], directory: Path, deployment: str) -> None:
         self.state = state
+        self.directory = directory
+        self.default_deployment = deployment
         self.output: dict[str, Any] = {"Tables": None, "Blocks": None, "Lines": ["Using environment 'x' as client 'a'"]}
 
     def run(self, argv: list[str]) -> None:
         given = _parser().parse_args(argv)
-        deployment = given.deployment or os.environ.get("BOSH_DEPLOYMENT", "")
+        deployment = given.deployment or self.default_deployment
         command = getattr(self, "do_" + given.command.replace("-", "_"))
         needs = command.__code__.co_varnames[1 : command.__code__.co_argcount]
         if "deployment" in needs and given.command != "instances" and not deployment:
@@ -99,13 +99,13 @@ class _Cli:
     def do_files(self, given: argparse.Namespace) -> None:
         """Check that every file named on the command line exists."""
         for path in [given.file, *given.ops, *(one.partition("=")[2] for one in given.var_file)]:
-            if not Path(path).is_file():
+            if not (self.directory / path).is_file():
                 raise CliError(f"open {path}: no such file or directory")
         for one in given.var:
             name, mark, value = one.partition("=")
             if not (name and mark):
                 raise CliError(f"Expected var '{one}' to be in format 'name=value'")
-            if value.startswith("file://") and not Path(value.removeprefix("file://")).is_file():
+            if value.startswith("file://") and not (self.directory / value.removeprefix("file://")).is_file():
                 raise CliError(f"open {value}: no such file or directory")
 
     do_create_env = do_update_cpi_config = do_update_cloud_config = do_upload_stemcell = do_files
@@ -135,13 +135,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def answer(argv: list[str], state: dict[str, Any]) -> tuple[int, str]:
-    """Return the exit code and the output of a command."""
+def answer(argv: list[str], state: dict[str, Any], directory: Path, deployment: str) -> tuple[int, str]:
+    """Return the exit code and the output of a command that runs in ``directory``. ``deployment`` is the value of the
+    variable ``BOSH_DEPLOYMENT``, or empty. ``state`` is what the Director's database contains.
+    """
     # Move global options behind the command, because argparse expects them there but the CLI accepts them before it.
     while argv and argv[0] in ("-d", "-n", "--json"):
         taken = 2 if argv[0] == "-d" else 1
         argv = [*argv[taken:], *argv[:taken]]
-    cli = _Cli(state)
+    cli = _Cli(state, directory, deployment)
     try:
         cli.run(argv)
         cli.output["Lines"].append("Succeeded")
@@ -150,9 +152,3 @@ def answer(argv: list[str], state: dict[str, Any]) -> tuple[int, str]:
         cli.output["Lines"] += [str(exc), "Exit code 1"]
         code = 1
     return code, json.dumps(cli.output, indent=4) + "\n"
-
-
-if __name__ == "__main__":
-    code, output = answer(sys.argv[1:], json.loads(Path(os.environ["STAND_IN_BOSH"]).read_text()))
-    sys.stdout.write(output)
-    sys.exit(code)

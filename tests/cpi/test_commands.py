@@ -116,7 +116,7 @@ class DirectorCli:
     def __init__(self, directory: Path) -> None:
         self._asked, self._answered = directory / "asked", directory / "answered"
         self.script = f"""
-            printf '%s\\0' "$@" >{self._asked}
+            printf '%s\\0' "$PWD" "$BOSH_DEPLOYMENT" "$@" >{self._asked}
             {{ read code; cat; }} <{self._answered}
             exit "$code"
         """
@@ -131,7 +131,8 @@ class DirectorCli:
 
     def _answer(self) -> None:
         while asked := self._asked.read_text():
-            code, output = bosh_cli.answer(asked.split("\0")[:-1], self._state)
+            directory, deployment, *argv = asked.split("\0")[:-1]
+            code, output = bosh_cli.answer(argv, self._state, Path(directory), deployment)
             self._answered.write_text(f"{code}\n{output}")
 
     def close(self) -> None:
