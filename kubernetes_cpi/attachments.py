@@ -298,8 +298,8 @@ def _helper(session: Session, like: Object, cid: str, name: str, kind: str, argu
 
 
 def _add_program(spec: Object, like: Object) -> None:
-    """If the stemcell of the pod ``like`` is unmodified, mount the agent into the helper pod as well, because the image
-    contains neither the agent nor its Python.
+    """Copy the volume with the agent, its mounts and its init container from the VM's pod (``like``) to the helper pod.
+    Only a pod with an unmodified stemcell has them, because that image contains neither the agent nor its Python.
     """
     name = manifests.AGENT_VOLUME
     spec["volumes"] += [one for one in like.get("volumes") or [] if one["name"] == name]

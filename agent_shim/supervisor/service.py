@@ -635,8 +635,9 @@ class Service:
         text = self.spec.absence_words
         call = self.spec.start_call
         by_limit = call is not None and self._shared.bpm.was_killed_for_memory(call)
-        # Call ``was_oom`` even if bpm's limit explains the kill. The container's counter includes kills in nested
-        # cgroups, and the call claims this kill, so that the exit of another process is not attributed to it.
+        # Call ``was_oom`` even if bpm's limit already explains the kill. The container's counter also counts kills
+        # in nested cgroups, and ``was_oom`` marks this kill as accounted for. Otherwise the next process that gets
+        # SIGKILL would be reported as out of memory.
         by_kernel = how == Signal(signal.SIGKILL) and self._shared.was_oom()
         if by_limit or by_kernel:
             by_whom = "because it exceeded its memory limit" if by_limit else "by the kernel because memory ran out"

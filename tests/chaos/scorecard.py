@@ -156,7 +156,9 @@ def enter_saboteur(path: Path, case: str, caught: str) -> None:
 
 
 def enter_general(path: Path, saboteur: str, case: str, outcome: str) -> None:
-    """Enter the outcome (one of ``OUTCOMES``) of a general saboteur in a case into the table of general saboteurs."""
+    """In the table of general saboteurs, record what happened when ``case`` ran with ``saboteur``. ``outcome`` is one
+    of ``OUTCOMES``.
+    """
     with _locked(path):
 
         def entered(line: re.Match[str]) -> str:

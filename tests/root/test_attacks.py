@@ -229,7 +229,9 @@ async def test_error_log_replaced_by_a_job_neither_blocks_nor_leaks(pod: PodInst
 @pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
 @pytest.mark.parametrize("planted", ["link", "file", "directory in the place of the pidfile"])
 async def test_object_planted_at_the_bpm_pidfile_directory_is_replaced(pod: PodInstance, planted: str) -> None:
-    """Every user may write to the parent directory. The agent creates its own directory there, and the job starts."""
+    """Every user may write to ``/var/vcap/sys/run``, so a job can put something in the way of the bpm directory. The
+    agent replaces it with its own directory, and the next job starts.
+    """
     await pod.start()
     how = {
         "link": "ln -s /var/vcap/data/elsewhere /var/vcap/sys/run/bpm",

@@ -107,11 +107,10 @@ async def test_exception_in_a_check_ends_the_rule_engine(tmp_path: Path) -> None
     assert [str(bug) for bug in raised.value.exceptions] == ["a bug"]
 
 
-async def test_rule_engine_limits_process_table_reads_to_a_share_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule engine waits after an expensive read of the process table.
-
-    Otherwise tens of thousands of processes, read for services whose cycles begin at ten different times, would occupy
-    a CPU.
+async def test_rule_engine_pauses_after_an_expensive_process_table_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cycles of services begin at up to ten different times, so the rule engine may read the whole process table
+    ten times per cycle. Without a pause after each expensive read, reading tens of thousands of processes would take a
+    whole CPU.
     """
     pauses: list[float] = []
     turn, used = asyncio.sleep, itertools.count()
