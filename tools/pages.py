@@ -49,8 +49,8 @@ def mermaid() -> str:
     """Return the state transitions of a service as a Mermaid diagram.
 
     An arrow is labelled with all events that cause its transition. The states in which a service should run are in a
-    box. If an event leads from all of them to the same target, one arrow starts at the box. An invalid monit file can
-    be found in any state, but its arrow is drawn only from the start.
+    box. If an event leads from all of these states to the same target, a single arrow starts at the box. An invalid
+    monit file can be found in any state, but its arrow is drawn only from the start.
     """
     inner = [state for state in State if state in ACTIVE | {State.DOWN}]
     arrows: dict[State, dict[Trigger, State]] = {

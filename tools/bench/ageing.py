@@ -1,7 +1,7 @@
 """Memory growth after 10 000 actions, after 1000 restarts of processes, and after 1000 reconnects to the bus.
 
-A whole agent would need seconds for each reconnect. Therefore, reconnects are measured in a process that contains only
-the bus module, whose pauses are shortened to milliseconds.
+A complete agent would need seconds for each reconnect. Reconnects are therefore measured in a process that contains
+only the agent's bus module, with pauses between attempts of milliseconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CALM_S: Final = 5.0
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """Measure the growth. ``scale`` multiplies the numbers of repetitions."""
+    """Measure by how much the memory grows. ``scale`` multiplies the numbers of repetitions."""
     async with world(command) as w:
         await w.start_agent()
         await w.run("apply", w.spec(5, 1))
@@ -74,8 +74,8 @@ async def act(w: RunningAgent, count: int) -> None:
 
 
 async def restart(w: RunningAgent, count: int) -> None:
-    """Kill all processes repeatedly until there have been ``count`` restarts. The pauses are so long that each kill
-    counts as a first failure.
+    """Kill all processes repeatedly until there have been ``count`` restarts. The pauses between the kills are long
+    enough for the agent to treat each kill as a first failure.
     """
     for _ in range(count // JOBS):
         await asyncio.sleep(FIRST_FAILURE_S)

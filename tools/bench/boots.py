@@ -21,12 +21,12 @@ OWN_MACHINE: Final = (
     "&& mount --bind /mnt/etc /etc && mount -t tmpfs tmpfs /usr/local/share "
     "&& (getent group vcap >/dev/null || useradd -U -M vcap) && "
 )
-"""Shell commands that run before an agent as root. They mount directories so that the agent's changes to /var/vcap,
-/etc and the CA directory do not affect the machine.
+"""Shell commands to run before an agent that runs as root. They mount directories so that the agent's changes to
+/var/vcap, /etc and the CA directory do not affect the machine.
 """
 MADE: Final = ".made"
-"""Suffix of a file that is created after the commands of ``OWN_MACHINE``. The boot is measured from the file's mtime,
-so it does not include those commands.
+"""Suffix of a file that is created once the commands of ``OWN_MACHINE`` have finished. The boot is measured from the
+file's mtime, so it does not include those commands.
 """
 STEP: Final = re.compile(r"boot step (.+?): .*\(([0-9.]+) ms\)")
 JOBS: Final = 5
@@ -71,7 +71,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 async def measure_as_root(command: str, interpreter: list[float], found: Figures) -> None:
     """Measure boots as root with the real ``/var/vcap``, in new mount and UTS namespaces.
 
-    The figure also has the medians of all boot steps that take at least a millisecond.
+    The figure also contains the median duration of each boot step that takes at least a millisecond.
     """
     inside = shlex.quote(f"{OWN_MACHINE}: >$0{MADE} && exec {command.replace('{base}', '/var/vcap')}")
     took: list[float] = []

@@ -1,5 +1,5 @@
-"""Measures the Kubernetes CPI on its own node: makes its calls in the Director's order, and compares them with the
-requests of a minimal client.
+"""Measure the Kubernetes CPI on a node of its own: make the calls of a Director in the Director's order, and compare
+them with the requests of a minimal client.
 
 Needs root and the packages of ``./dev test-kubernetes``. The first run builds the node. ``on_node`` runs in the node's
 namespaces.
@@ -38,7 +38,7 @@ from tools.bench.measuring import Figure, Figures, figure
 ROUNDS: Final = 15
 PODS: Final = 5
 PARALLEL_CALLS: Final = 32
-"""Number of concurrent CPI calls, as with ``director.max_threads``."""
+"""Number of concurrent CPI calls. A Director with ``max_threads: 32`` makes this many."""
 INSTANCES: Final = 3
 WAY: Final = Way("live", "live", "base", "privileged")
 POD_TIMEOUT_S: Final = 60.0
@@ -73,7 +73,9 @@ async def measure(command: str, scale: float, figures: Figures) -> None:
 
 @dataclass
 class Bare:
-    """Plain requests to the API server over one connection, without retries or types."""
+    """A minimal client of the API server, with which the CPI is compared. It does not retry requests or convert objects
+    to types.
+    """
 
     namespace: str
     token: str
@@ -116,7 +118,7 @@ class Bare:
 
     def steps_of_next(self, watch: http.client.HTTPSConnection) -> dict[str, float]:
         """Return the times at which the API server reports that the next pod was created, assigned to a node, and
-        started.
+        started. ``watch`` is a connection from the method of that name.
         """
         told: dict[str, float] = {}
         for line in watch.getresponse():
@@ -203,7 +205,7 @@ def claim_by_hand(claim: Any, before: str, after: str) -> Any:
 
 
 def seconds_of(argv: Sequence[str], request: bytes = b"") -> float:
-    """Return the time in seconds from exec to exit of a process."""
+    """Run a process and return the seconds from its exec to its exit."""
     began = time.monotonic()
     subprocess.run(argv, input=request, capture_output=True, check=True, env={"PATH": PATH})
     return time.monotonic() - began
@@ -283,7 +285,9 @@ def _seconds(made: Sequence[float], floor: Sequence[float], what: str) -> Figure
 
 
 def _figures_by_step(what: str, steps: Sequence[str], times: Sequence[Sequence[float]]) -> Figures:
-    """Return a figure in ms for each step. A step lasts from one recorded time of a call to the next."""
+    """Return a figure in ms for each step. ``times`` contains the recorded times of each call, and a step lasts from
+    one of them to the next.
+    """
     return {
         f"{what}, {step}": figure([(one[number + 1] - one[number]) * 1000 for one in times], "ms")
         for number, step in enumerate(steps)
@@ -498,7 +502,9 @@ def settings_by_hand(secret: Any, vm: str, name: str, arguments: Sequence[Any]) 
 
 
 def _settings_of(encoded: str, agent: str, env: Any) -> str:
-    """Return the encoded settings with another agent ID and environment and otherwise the same values."""
+    """Return encoded settings with another agent ID and environment. Everything else stays the same, and documents that
+    are not settings are returned unchanged.
+    """
     document = json.loads(base64.b64decode(encoded))
     if "agent_id" not in document:
         return encoded

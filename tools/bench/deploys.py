@@ -27,7 +27,8 @@ KEEP: Final = dict.fromkeys(("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "
 async def measure(command: str, scale: float, found: Figures) -> None:
     """Measure deploys.
 
-    ``scale`` multiplies the number of instances. They are all the same agent, which is deployed repeatedly.
+    ``scale`` multiplies the number of instances that are deployed one after the other. They are simulated by deploying
+    the same agent repeatedly.
     """
     async with world(command) as w:
         await w.start_agent()
@@ -60,7 +61,7 @@ async def update(
     """Deploy an instance with new jobs and packages, in the order of the Director's instance updater.
 
     Adds the duration of each step to ``steps`` and the number of queries for each task to ``turns``. Returns the
-    seconds of the whole deploy.
+    duration of the whole deploy in seconds.
     """
     spec = w.spec(JOBS, PACKAGES, MB, version=version)
     ask = _request_recorder(w, poll, {} if steps is None else steps, {} if turns is None else turns)

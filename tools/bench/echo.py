@@ -1,7 +1,7 @@
 """``python -m tools.bench.echo CONFIG``: the smallest possible agent, which answers every request with pong.
 
-It consists of little more than Python and nats-py, so an agent that uses them cannot start or answer faster or need
-less memory.
+It consists of little more than Python and nats-py. No agent that uses them can start or answer faster, or need less
+memory.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ async def still(w: RunningAgent, least: RunningAgent, seconds: float) -> Figures
 async def busy(w: RunningAgent, size: int) -> Figures:
     """Measure response times to pings while the agent stops, installs and starts jobs and packs ``size`` bytes of logs.
 
-    A process that does nothing else is pinged at the same time. If its answers are late as well, the machine is the
-    reason.
+    A process that does nothing else is pinged at the same time. If this process answers late as well, the delay is due
+    to the machine.
     """
     await asyncio.to_thread(fill, w.base / "data/sys/log", 50, max(1, size // 50))
     async with watched(w) as watch:

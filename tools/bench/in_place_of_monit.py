@@ -1,7 +1,8 @@
-"""``agent-shim monit`` compared with monit 5.2.5 (MONIT_525), both with the same files for 10, 50 and 200 services.
+"""``agent-shim monit`` compared with monit 5.2.5 (MONIT_525). Both supervise the same 10, 50 and 200 services,
+configured with the same files.
 
-Each start program is a shell script, which starts a process and writes its pidfile. Both supervisors check as often as
-monit does on a stemcell.
+Each start program is a shell script that starts a process and writes the pidfile. Both supervisors check the services
+as often as monit does on a stemcell.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def applied(w: RunningAgent, jobs: int, packages: int, size: int) -> Figure:
-    """Return the durations of applies with new bundles in each round. Before each apply, tar unpacks the same archives,
-    two at a time, as the floor.
+    """Measure applies, each with new bundles, and return their durations. The floor is the time in which tar unpacks
+    the same archives, two at a time.
     """
     took: list[float] = []
     least: list[float] = []

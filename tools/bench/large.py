@@ -1,7 +1,8 @@
 """``./dev bench large``: cost of fetching large logs, compiling a large package and applying large packages.
 
-All measurements use the protocol and ``/proc``. During each action, the agent and a process that does nothing else are
-pinged every ten milliseconds, and the agent's memory is sampled. While logs are packed, a job writes and rotates a log.
+The agent is measured from outside, through the protocol and ``/proc``. During each action, the agent and a process that
+does nothing else are pinged every ten milliseconds, and the agent's memory is sampled. While logs are packed, a job
+writes and rotates a log.
 
 A ``scale`` of 1 means 10 GB of logs in 20 000 files, a compiled package of 2 GB, and an apply of 10 packages of 500 MB.
 Half of each package is random bytes and half is text.
@@ -80,7 +81,7 @@ def memory(pid: int | str, name: str) -> float:
 
 @dataclass
 class Watch:
-    """Measurements during an action."""
+    """Response times and memory measured while an action runs."""
 
     pings: dict[str, list[float]] = field(default_factory=lambda: {AGENT: [], BYSTANDER: []})
     children: dict[str, float] = field(default_factory=dict)
@@ -150,7 +151,9 @@ async def write(log: Path) -> None:
 
 
 async def of_logs(w: RunningAgent, scale: float) -> dict[str, Any]:
-    """Measure fetching logs: for the Director, through the blobstore, and for the CLI, as a bundle."""
+    """Measure how the agent packs logs for the Director, which downloads them from the blobstore, and for the CLI,
+    which gets a bundle.
+    """
     size, logs = LOGS * scale, w.base / "data/sys/log"
     count = max(1, int(FILES * scale))
     await asyncio.to_thread(fill, logs, count, int(size / count))
@@ -213,7 +216,7 @@ PARTS: Final[dict[Callable[[RunningAgent, float], Awaitable[dict[str, Any]]], in
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """Run each measurement in a new environment."""
+    """Run each measurement with a new agent in a new directory."""
     for part, size in PARTS.items():
         async with world(command) as w, bystander(w):
             free = shutil.disk_usage(w.scratch).free

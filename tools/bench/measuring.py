@@ -18,7 +18,7 @@ from tests.support.instance import INTERPRETER, ROOT
 
 MB: Final = 1024 * 1024
 ECHO: Final = f"env PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(INTERPRETER)} -m tools.bench.echo {{config}}"
-"""Command of a minimal agent, which provides the floor of many figures."""
+"""Command of a minimal agent. Its results are the floor of many figures."""
 Figure = dict[str, Any]
 Figures = dict[str, Figure]
 """Figures by name. Each figure is added as soon as it has been measured, so that a later failure does not lose it."""

@@ -1,8 +1,8 @@
 """``./dev run python -m tools.bench.rotation [TIMES]``: rotate the bus credentials under load, by default 50 times.
 
 A Director rotates the credentials with ``update_settings`` while other clients send requests without pauses. As with
-nats-sync, the bus accepts the new user before each rotation, and the old user is removed afterwards. For comparison, a
-second agent whose credentials stay the same gets requests as well. Prints one JSON document.
+nats-sync, the bus accepts the new user before each rotation and rejects the old user afterwards. For comparison,
+requests are also sent to a second agent, whose credentials stay the same. Prints one JSON document.
 """
 
 from __future__ import annotations

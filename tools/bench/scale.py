@@ -126,7 +126,7 @@ class Crowds:
         self.series: list[tuple[float, dict[str, float]]] = []
 
     async def add(self, given: dict[str, Any]) -> None:
-        """Start another process, which runs these agents."""
+        """Start another process that runs the agents in ``given``."""
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tools.bench.scale", "--crowd"),
             stdin=asyncio.subprocess.PIPE,
@@ -169,7 +169,7 @@ class Crowds:
 
 @asynccontextmanager
 async def agents(server: NatsServer, count: int) -> AsyncIterator[Crowds]:
-    """Run this many agents during the block. At its beginning, some agents may not be connected yet."""
+    """Run ``count`` agents during the block. When the block starts, some of them may not be connected yet."""
     crowds = Crowds()
     try:
         for begin in range(0, count, AGENTS_PER_PROCESS):

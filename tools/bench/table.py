@@ -72,9 +72,10 @@ TABLES: Final = {
         "slowest ping in the meantime": r"(\d+)_processes_slowest_ping",
     },
 }
-"""The small tables, keyed by the heading of their first column. Each table maps the labels of its rows to patterns. A
-row shows the figures whose names match its pattern, each in the column whose heading is the text that the pattern's
-group matches.
+"""The small tables, keyed by the heading of their first column. Each table maps the labels of its rows to patterns.
+
+A row shows all figures whose names match its pattern. The text that the pattern's group matches is the heading of the
+figure's column; for ``200_processes_started``, for example, it is 200.
 
 Figures with a budget are also rows of the large table.
 """
@@ -89,8 +90,8 @@ IN_SHORT: Final = {
     "memory (PSS) with 5 processes scraped": "memory with five jobs (PSS)",
     "idle cpu with 5 processes": "CPU time when idle with five jobs",
 }
-"""Rows of the table in README.md: their names in the large table, with the descriptions that README.md shows
-instead.
+"""Rows of the large table that are repeated in README.md, each with the description that README.md uses instead of the
+row's name.
 """
 
 
@@ -128,8 +129,8 @@ def _fill(page: Path, content: str) -> None:
 
 
 def in_short(page: str) -> str:
-    """Return README.md's table, made from rows of the large table in ``page``, whose last column is for the Go
-    agent.
+    """Return the table for README.md, made from rows of the large table in ``page``. The last column of the large table
+    must be that of the Go agent.
     """
     lines = page.partition(BEGIN)[2].partition(END)[0].splitlines()
     cells = [[cell.strip() for cell in line.removeprefix("| ").removesuffix(" |").split(" | ")] for line in lines]
@@ -200,7 +201,7 @@ def _small_tables(document: dict[str, Any], others: list[dict[str, Any]]) -> lis
 
 
 class _Floors:
-    """Numbers for the descriptions of floors. Equal descriptions get the same number."""
+    """Assigns numbers to the descriptions of floors. Equal descriptions get the same number."""
 
     def __init__(self) -> None:
         self._known: list[str] = []
@@ -265,7 +266,7 @@ def _other_agents_cell(name: str, figure: dict[str, Any], other: dict[str, Any])
 
 
 def _pair(first: float, second: float, unit: str, between: str) -> str:
-    """Return two values with their units, or with the unit only once if it is the same."""
+    """Return two values with their units. If both have the same unit, it is written only once."""
     words = worded(first, unit), worded(second, unit)
     numbers, units = zip(*(word.rpartition(" ")[::2] for word in words), strict=True)
     return f"{numbers[0]}{between}{words[1]}" if units[0] == units[1] else between.join(words)

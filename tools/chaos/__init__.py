@@ -1,1 +1,1 @@
-"""Fault injection into real parts, with a check of the reliability invariants after each fault."""
+"""Programs that look for faults in the agent and for gaps in its tests: fuzzing, mutation testing and a soak test."""

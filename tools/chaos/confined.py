@@ -1,9 +1,9 @@
-"""Run an arbitrary command as root, such as a mutant of the agent, without danger for this machine.
+"""Run any command as root, such as a mutant of the agent, without endangering this machine.
 
 ``confined.py SCRATCH COMMAND ...`` runs the command in new mount, PID, network, IPC and cgroup namespaces. It can write
 only to SCRATCH, a new ``/tmp`` and its own cgroup. ``/dev`` contains only harmless devices, and the only network is the
-loopback interface. When the command exits, or the process that started this program does, every process in the
-namespaces is killed.
+loopback interface. When the command or the process that started this program exits, every process in the namespaces is
+killed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def command(scratch: Path, argv: Sequence[str]) -> list[str]:
-    """Return the command that runs ``argv`` confined. Raises SystemExit without root, which the namespaces require."""
+    """Return the command that runs ``argv`` confined. Raises SystemExit unless this process is root, because creating
+    the namespaces requires root.
+    """
     if os.geteuid() != 0:
         raise SystemExit("cannot confine mutants: creating namespaces requires root")
     return [sys.executable, __file__, str(scratch), *argv]
@@ -54,7 +56,8 @@ def command(scratch: Path, argv: Sequence[str]) -> list[str]:
 def fresh_proc() -> None:
     """Mount ``/proc`` for the new PID namespace, with kernel settings read-only.
 
-    System calls do this, because starting a program for each mutant would take longer than the mutant's tests.
+    This uses system calls instead of mount(8), because starting a program for each mutant would take longer than
+    running the mutant's tests.
     """
     _checked(_LIBC.mount(b"proc", b"/proc", b"proc", 0, None))
     for place in map(os.fsencode, filter(os.path.exists, _CLOSED)):
@@ -128,7 +131,7 @@ def main(scratch: Path, argv: Sequence[str]) -> int:
 def _cgroups() -> Iterator[list[tuple[Path, Path]]]:
     """Create cgroups that limit the number of processes and the memory.
 
-    For each, yield its directory and the root of its hierarchy.
+    Yield the directory of each cgroup, together with the root of its hierarchy.
     """
     with own_cgroups("confined") as made:
         for ours, _ in made:

@@ -273,7 +273,7 @@ def _read_alike(data: bytes) -> list[str] | ArchiveError:
 def _with_right_sums(data: bytes) -> bytes:
     """Return the archive with correct checksums in all blocks that look like headers.
 
-    Without them, unpacking would stop at nearly every mutated header.
+    Without correct checksums, unpacking would stop at nearly every mutated header.
     """
     right = bytearray(data)
     for at in range(0, len(data) - 511, 512):

@@ -89,8 +89,8 @@ data_file = {data}
 sigterm = true
 """
 _CHILDREN: Final = "context = ${PYTEST_CURRENT_TEST}\n"
-"""Added to the coverage configuration of processes that tests start. pytest sets the variable to the name of the
-running test, which becomes the coverage context.
+"""Added to the coverage configuration of processes that tests start. pytest sets the environment variable
+PYTEST_CURRENT_TEST to the name of the running test, so that name becomes the coverage context.
 """
 
 
@@ -247,7 +247,9 @@ def measure(copy: Path, stage: Stage, workers: int) -> None:
 
 
 def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
-    """For each line of each file, return the tests that reach it, as many as fit into the stage's time per mutant."""
+    """For each line of each file, return the tests that reach it. If they exceed the stage's time limit per mutant,
+    return only as many as fit.
+    """
     durations = _durations(stage)
     found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     with contextlib.closing(sqlite3.connect(STORE / stage.name / "coverage")) as connection:
@@ -519,8 +521,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(
     wanted: Sequence[Mutant], results: Results, stages: Sequence[Stage], workers: int, until: float, *, measured: bool
 ) -> None:
-    """Run the stages one after the other, until the time ``until`` (seconds since 1970). With ``measured``, use the
-    coverage of an earlier run if there is one.
+    """Run the stages one after the other, until the time ``until`` (seconds since 1970). If ``measured`` is set, reuse
+    the coverage recorded by an earlier run, if any.
     """
     copy = STORE / "copy"
     _make_copy(copy)

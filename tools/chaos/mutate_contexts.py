@@ -32,7 +32,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Record the duration of tests that passed. A test that fails even without a mutant is of no use."""
+    """Record the duration of each test that passes. Tests that fail even without a mutant are not used."""
     if report.when == "call" and report.passed:
         _seconds[report.nodeid] = report.duration
 

@@ -27,16 +27,16 @@ from tools.chaos import confined
 from tools.chaos.mutate import ROOT, Mutant
 
 TASKS: Final = "SHIM_MUTATE_TASKS"
-"""Environment variable with the path of a JSON list of ``[mutant, {node id of a test: its seconds under coverage,
-…}]``.
+"""Environment variable with the path of a JSON file that lists the mutants to try. Each entry is a mutant and an object
+that maps the node ids of its tests to their durations under coverage in seconds.
 """
 RESULTS: Final = "SHIM_MUTATE_RESULTS"
-"""Environment variable with the path of the output. For each mutant, a line is added with a JSON list: the mutant's
-key, the outcome, the number of tests and the failed test.
+"""Environment variable with the path of the output. For each mutant, a line is added with a JSON list of the mutant's
+key, the outcome, the number of tests, and the failed test or the reason why the mutant was not tried.
 """
 TIMEOUT_S: Final = 5.0
-"""Base of a test's time limit in seconds, because a mutant may loop forever. Four times the test's duration under
-coverage is added.
+"""Part of each test's time limit in seconds, to which four times the test's duration under coverage is added. The limit
+is necessary because a mutant may loop forever.
 """
 PROCESSOR_S: Final = 5
 """Limit for a test's CPU time in seconds. Without a mutant, each test stays below it."""
@@ -48,8 +48,8 @@ TMP: Final = Path("/tmp/mutant")
 _Functions: TypeAlias = dict[tuple[str, str], list[FunctionType]]
 
 _SOUND_AFTER: Final = 2
-"""How often a test must fail with a mutant and pass without it. After that, its failures are trusted, and the test is
-no longer rerun without the mutant to confirm them.
+"""When a test fails with a mutant, it is rerun without the mutant to confirm that the mutant is the reason. After this
+many confirmations, the test's failures are trusted without a rerun.
 """
 _NOTICED: Final = 1
 _NOT_TRIED: Final = 3
@@ -99,7 +99,7 @@ class _FirstFailure:
 _broken: Final[set[str]] = set()
 """Tests that fail in a fork even without a mutant. They are left out, because their failure proves nothing."""
 _sound: Final[Counter[str]] = Counter()
-"""Number of times that a test has failed with a mutant and passed without it."""
+"""For each test, how often it has failed with a mutant and then passed without the mutant."""
 _noticing: Final[dict[str, Counter[str]]] = defaultdict(Counter)
 """For each file, how many of its mutants each test has noticed."""
 
@@ -116,8 +116,8 @@ def _likely_first(items: list[pytest.Item], mutant: Mutant) -> list[pytest.Item]
 def _try(
     mutant: Mutant, items: list[pytest.Item], functions: _Functions, seconds: Mapping[str, float]
 ) -> tuple[str, str, int]:
-    """Return the outcome (``noticed``, ``survived`` or ``not tried``), the failed test or a reason, and the number of
-    tests.
+    """Try a mutant. Return the outcome (``noticed``, ``survived`` or ``not tried``), the failed test or the reason why
+    the mutant was not tried, and the number of tests.
     """
     while items := [item for item in items if item.nodeid not in _broken]:
         code, by = _forked(lambda: exchange(mutant, functions), items, seconds)

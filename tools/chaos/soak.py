@@ -36,10 +36,10 @@ from tests.support.witness import Size
 JOBS: Final = 20
 HEARTBEAT_PERIOD_S: Final = 30.0
 TOLERANCE: Final = 1.0
-"""By how many seconds a heartbeat may be late."""
+"""Number of seconds by which a heartbeat may be late."""
 
 GROWTH: Final = 1 << 20
-"""By how many bytes per hour the memory may grow after the first quarter of the time."""
+"""Number of bytes per hour by which the memory may grow after the first quarter of the run."""
 
 _NONSENSE: Final = tuple(message for message in BAD if b"[null]" not in message)
 """Malformed messages. An ``apply`` with null as its argument is not among them, because it would remove all jobs."""
@@ -75,9 +75,11 @@ class Profile:
 
 
 FAULTS: Final = Profile(JOBS, 5, 5, 15)
-"""All kinds of faults and work."""
+"""The default profile, which contains all kinds of faults and work."""
 LOAD: Final = Profile(202, 18, 5, 1, is_load=True)
-"""A kill, 4 MB of logs and twenty requests every second, with 202 services. The bus is restarted every minute."""
+"""A profile with 202 services. Each second, a process is killed, 2.8 MB are appended to a log and twenty requests are
+sent. The bus is restarted every minute.
+"""
 FLOOD_LIMIT: Final = 200 << 20
 
 
@@ -231,7 +233,9 @@ class Soak:
         }
 
     async def run(self) -> None:
-        """Run until the end. Each event happens once in the first quarter and after that at its interval."""
+        """Run until the end. Each event happens once in the first quarter, and after that at regular intervals of its
+        own.
+        """
         record = self._record
         await self._do("agent killed", self._agent_killed)
         quarter = record.settled_at - time.monotonic()
@@ -359,7 +363,7 @@ class Soak:
 
 
 class Load(Soak):
-    """Kills, floods of logs and restarts of the bus without pauses."""
+    """Kills jobs, floods logs and restarts the bus, without pauses for recovery."""
 
     def __init__(self, one: Stand, record: Record, seed: int) -> None:
         super().__init__(one, record, seed)
@@ -393,8 +397,8 @@ class Load(Soak):
 
 
 async def _ask(one: Stand, record: Record) -> None:
-    """Send requests as a Director does during a deploy: each second a ping, several get_task and sometimes a
-    get_state.
+    """Send requests as a Director does during a deploy. Each second, these are a ping and several get_task, and every
+    tenth second (every second under load) also a get_state.
     """
     number = 0
     while True:

@@ -33,7 +33,7 @@ from tools.comparison import breaks, judge, plan
 from tools.comparison.releases import Checkout, Job
 
 PROPERTIES: Final = Path(__file__).with_name("properties.yml")
-"""File with values for properties of public jobs that have no default and cannot be guessed."""
+"""File with values for those properties of public jobs that have no default and cannot be guessed."""
 WORLDS: Final = ("go", "shim")
 LIFE_LIMIT_S: Final = 1500
 LOOK_S: Final = 0.5
@@ -123,8 +123,8 @@ def main() -> int:
 
 @contextmanager
 def ending(pool: concurrent.futures.Executor) -> Iterator[None]:
-    """When the block is left, stop all running lifecycles and start no more. This matters if the block is left early,
-    because of an interrupt.
+    """When the block is left, stop all running lifecycles and start no more. Otherwise, an interrupt would end the
+    block while lifecycles continue.
     """
     try:
         yield
@@ -134,8 +134,8 @@ def ending(pool: concurrent.futures.Executor) -> Iterator[None]:
 
 
 def compare(made: plan.Plan, cycle: int, kept: Path, again: Sequence[str] = ()) -> judge.Verdict:
-    """Run a job under both agents concurrently, and judge the results. monit checks every ``cycle`` seconds. If both
-    results were recorded earlier, only judge them.
+    """Run a job under both agents concurrently, and compare the results. monit checks the services every ``cycle``
+    seconds. If an earlier run has recorded both results, the job is not run again.
     """
     if made.job.error:
         return judge.Verdict(made.job, not_rendered=made.job.error)
@@ -201,7 +201,7 @@ def _emptied(place: Path) -> Path:
 
 
 def _only(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    """Return the lifecycle ``whole`` with only those phases that ``part`` has as well."""
+    """Return the lifecycle ``whole`` without the phases that are missing from ``part``."""
     names = {phase["name"] for phase in part["phases"]}
     return whole | {"phases": [phase for phase in whole["phases"] if phase["name"] in names]}
 
@@ -209,8 +209,8 @@ def _only(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
 def _bpm(made: plan.Plan) -> dict[str, str]:
     """Return the paths of bpm, runc and tini by name.
 
-    Returns an empty dict without BPM, and for jobs with privileged processes, because the environment cannot grant all
-    capabilities.
+    Returns an empty dict if BPM is not set. The same applies to jobs with privileged processes, because the environment
+    cannot grant all capabilities.
     """
     is_privileged = any((one.get("unsafe") or {}).get("privileged") for one in plan.processes(made.job))
     if not os.environ.get("BPM") or is_privileged:

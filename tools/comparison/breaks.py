@@ -16,7 +16,7 @@ from tests.support.machine import CODE
 from tools.comparison.judge import Verdict
 
 MODEL: Final = Path(__file__).with_name("model")
-"""Directory with a release whose single job is affected by every phase."""
+"""Directory with a release whose only job exercises every phase of the lifecycle."""
 
 
 @dataclass(frozen=True)

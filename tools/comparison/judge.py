@@ -40,8 +40,8 @@ class Difference:
     is_survivor: bool = False
     """Whether a process outlived a stop or a restart under the Go agent but not under this agent."""
     is_started_twice: bool = False
-    """Whether a slow start program started exactly one process under this agent, but none, several, or another one in a
-    later phase under the Go agent.
+    """Whether the Go agent handled a slow start program differently: this agent started exactly one process, whereas
+    under the Go agent there was none, there were several, or another one was started in a later phase.
     """
     is_restarted_by_port: bool = False
     """Whether a port rule restarted a process under the Go agent."""
@@ -63,7 +63,7 @@ class Difference:
     starting the services one by one.
     """
     is_pending: bool = False
-    """Whether, under both agents, an earlier phase was over before the restart that it had requested was complete."""
+    """Whether, under both agents, the phase ``monit restart`` ended before the restart was complete."""
 
     @property
     def act(self) -> str:
@@ -340,7 +340,7 @@ def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
 
 
 def _is_left(life: Phases) -> bool:
-    """Return True if a process in a pidfile is still running at the end of a stop."""
+    """Return True if a process whose pid is in a pidfile is still running at the end of a stop."""
     stops = [phase for name, phase in life.items() if name.rpartition(": ")[2] == "stop"]
     return any(lives for stop in stops for lives in stop["services"].values())
 
@@ -481,7 +481,7 @@ def _inherited(go: Phases, shim: Phases) -> Iterator[Difference]:
 
 
 def _contexts(life: Phases) -> dict[str, list[dict[str, Any]]]:
-    """Return what each program inherited, from all phases."""
+    """Collect the contexts that each program inherited in all phases of a lifecycle."""
     found: dict[str, list[dict[str, Any]]] = {}
     for phase in life.values():
         for program, contexts in phase.get("contexts", {}).items():
@@ -490,7 +490,9 @@ def _contexts(life: Phases) -> dict[str, list[dict[str, Any]]]:
 
 
 def _facts_of(contexts: list[dict[str, Any]]) -> dict[str, str]:
-    """Return each property of a program's contexts. If it had several values, they are separated by commas."""
+    """Return the value of each property in a program's contexts. Values that differ between the contexts are joined by
+    commas.
+    """
     values: dict[str, set[str]] = {}
     for context in contexts:
         for what in ("umask", "user", "directory"):
@@ -504,7 +506,9 @@ def _facts_of(contexts: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _values(go: Phases, shim: Phases, kind: str) -> Iterator[Difference]:
-    """Yield values that differ between the two agents: at rest, after the update, or in the last heartbeats."""
+    """Yield the values that differ between the two agents. ``kind`` is ``state``, for the states at rest and after the
+    update, or ``heartbeat``, for the last heartbeats.
+    """
     for name in ("rest", "update: start") if kind == "state" else ("life",):
         seen = [_last_heartbeat(life) if name == "life" else _state(life, name) for life in (go, shim)]
         for path in sorted(set(seen[0]) & set(seen[1])):
@@ -549,8 +553,8 @@ def _number(value: Any) -> float | None:
 def _runs_beside(go: Phases, shim: Phases, name: str, what: str) -> bool:
     """Return True if both runs used this tool in this phase or in an adjacent one.
 
-    Scripts may continue after the end of their phase. A stop program may do so until the next start, because monit does
-    not wait for it.
+    Scripts may continue after the end of their phase. A stop program may even continue until the next start, because
+    monit does not wait for it.
     """
     for life in (go, shim):
         names = list(life)
@@ -679,8 +683,8 @@ def _comparable_output(command: str, said: str) -> Iterator[tuple[str, str]]:
 
 
 def _line(job: Job, one: Difference) -> str:
-    """Return the line in the release that probably causes a difference: a line that contains words of the difference's
-    description.
+    """Return the line in the release that probably causes a difference, which is one that contains words of the
+    difference's description.
     """
     text = job.sources.get(f"jobs/{job.name}/monit", "")
     lines = text.splitlines()

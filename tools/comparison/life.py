@@ -231,9 +231,9 @@ class ShimWorld(ComparedAgent):
 
 
 class ImageWorld(ComparedAgent):
-    """A running container of our image. Its init has already started the agent, which waits for settings.
+    """A running container of this project's image. Its init has already started the agent, which waits for settings.
 
-    No program of the image is replaced with a stand-in, and its monit cycle has the usual length of ten seconds.
+    No program in the image is replaced with a stand-in, and the monit cycle has the usual length of ten seconds.
     """
 
     def settle_in(self) -> None:
@@ -264,7 +264,7 @@ class Life:
         self.last: dict[str, int] = {}
         self.state: dict[str, Any] = {}
         self.has_acted = False
-        """Whether the phase's action has been completed. Earlier states are not recorded."""
+        """Whether the phase's action has been completed. States that are seen before that are not recorded."""
         self.seen = ""
 
     @property
@@ -359,9 +359,10 @@ class Life:
                 return
 
     async def unmonitored(self) -> None:
-        """Wait until the state shows no monitored service, for at most two cycles.
+        """Wait for up to two cycles until the state shows that no service is monitored any more.
 
-        The Go agent answers a drain before monit has handled all requests to unmonitor services.
+        This is necessary because the Go agent answers a drain before monit has handled all requests to unmonitor
+        services.
         """
         seen = self.now.states.values()
         await self.until(lambda: all(states[-1] == "unknown" for states in seen), 2 * self.cycle)
@@ -377,8 +378,8 @@ class Life:
     async def _ask(self, phase: Phase, commands: Sequence[str]) -> None:
         """Record the exit codes and outputs of commands.
 
-        bpm commands run only if the real bpm is used. If they take the name of a process, it is the job's first
-        process.
+        bpm commands run only if the real bpm is used. Where they need the name of a process, the job's first process is
+        used.
         """
         named = {"job": self.plan["job"], "process": self.plan["bpm"]}
         for command in commands:
@@ -502,7 +503,7 @@ class Life:
             await self.settled(2)
 
     async def _rules(self, wanted: list[str]) -> None:
-        """Make rules about memory, CPU usage and changed files match."""
+        """Create the conditions for which rules about memory, CPU usage and changed files check."""
         if "usage" in wanted and self.plan["usage"]:
             busy = STAND_IN / "busy"
             async with self.phase("usage"):
@@ -523,7 +524,9 @@ class Life:
                 await self.settled(self.plan["cycles"] + 2.5)
 
     def _has_matched(self) -> bool:
-        """Return True if each service with a rule about memory or CPU usage has been failing in this phase."""
+        """Return True if each service with a rule about memory or CPU usage has been in the state ``failing`` during
+        this phase.
+        """
         return all("failing" in self.now.states.get(name, []) for name in self.plan["usage"])
 
     async def _unmonitor(self) -> None:
@@ -710,7 +713,7 @@ def spec_of(plan: dict[str, Any], version: str = "1") -> dict[str, Any]:
 
 
 def add_network() -> None:
-    """Create an interface with the instance's address. Nothing is at its other end."""
+    """Create an interface with the instance's address. It is one end of a veth pair whose other end leads nowhere."""
     commands = (
         ["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "outside"],
         ["ip", "address", "add", f"{ADDRESS}/24", "dev", "eth0"],
@@ -723,7 +726,7 @@ def add_network() -> None:
 
 
 def settle_in(programs: list[str]) -> None:
-    """Create everything that both agents expect from a stemcell, with stand-ins for these programs."""
+    """Create everything that both agents expect from a stemcell, including stand-ins for ``programs``."""
     above = Path("/tmp/usr")
     above.mkdir()
     from tools.comparison import system_stand_ins

@@ -18,7 +18,7 @@ import yaml
 from tools.comparison.releases import Checkout, Job
 
 TOOLS: Final = ("curl", "jq", "openssl", "python3", "iptables", "ip6tables", "ipset", "nc", "rsync", "setpriv")
-"""Programs besides those of a minimal Debian that both environments use if this machine has them."""
+"""Programs that both environments use if this machine has them, in addition to those of a minimal Debian."""
 NEVER_LIVE: Final = ("yq", "keytool", "lsb_release")
 CAP_SYS_RESOURCE: Final = 24
 TRIALS: Final = (
@@ -225,7 +225,7 @@ def _without_other_jobs(path: str, text: str, known: set[str]) -> str:
 
 
 def _drop_directories(made: Plan) -> None:
-    """Remove the paths that are directories, recognizable by other paths below them."""
+    """Remove the paths that must be directories because other paths lie below them."""
     for files in made.files.values():
         for place in [one for one in files if any(other.startswith(f"{one}/") for other in files)]:
             del files[place]
@@ -405,8 +405,8 @@ def processes(job: Job) -> list[dict[str, Any]]:
 
 
 def written(made: Plan, bpm: str = "") -> str:
-    """Return the plan as JSON for tools.comparison.life. ``bpm`` is the process that the real bpm runs, or "" without
-    it.
+    """Return the plan as JSON for tools.comparison.life. ``bpm`` is the name of the process to run with the real bpm,
+    or "" if the stand-in for bpm is used.
     """
     return json.dumps(
         {

@@ -1,6 +1,6 @@
 """Stand-ins for stemcell programs that this machine lacks, or that would change this machine.
 
-In an environment, they are mounted over ``/usr``.
+They are mounted over ``/usr`` in the environment of each agent.
 """
 
 from __future__ import annotations

@@ -46,7 +46,9 @@ OF_DEPLOYMENTS: Final[Mapping[str, dict[str, Any]]] = {
     },
     "blobstore.path": {"description": "Directory of that blobstore, in the VM."},
 }
-"""Properties with the same names for every CPI, which deployment manifests such as bosh-deployment set."""
+"""Properties that have the same names in the jobs of all CPIs. Deployment manifests such as those of bosh-deployment
+set them.
+"""
 
 
 def main() -> int:
@@ -138,8 +140,8 @@ def job_files() -> Iterator[Member]:
 def files_of_job(
     name: str, templates: Mapping[str, str], known: Mapping[str, dict[str, Any]], package: str = ""
 ) -> Iterator[Member]:
-    """Yield the files of a job without processes. The job uses ``package``, or by default the package with its own
-    name.
+    """Yield the files of a job without processes. The job uses the package named ``package``, by default the one with
+    the job's own name.
     """
     where = HERE / "jobs" / name
     manifest = {"name": name, "templates": dict(templates), "packages": [package or name], "properties": dict(known)}
@@ -202,7 +204,9 @@ def _set_library_path(programs: Path, where: Path) -> None:
 
 
 def tree(top: Path) -> Iterator[tuple[str, bytes | str, int]]:
-    """Yield name, content and mode of each file, sorted by name. For a link, the content is its target as a string."""
+    """Yield name, content and mode of each file below a directory, sorted by name. For a link, the content is its
+    target as a string.
+    """
     for path in sorted(top.rglob("*")):
         name = str(path.relative_to(top))
         if path.is_symlink():

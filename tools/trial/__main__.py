@@ -32,7 +32,9 @@ ROOT: Final = Path(__file__).parents[2]
 HERE: Final = Path(__file__).parent
 DEPLOYMENTS: Final = "https://github.com/cloudfoundry/bosh-deployment"
 COMPILED: Final = r"ubuntu-(?P<line>\w+)-(?P<version>\d[\d.]*)\.tgz$"
-"""End of the URL of a compiled release, which names the only stemcell for which the release is compiled."""
+"""Regular expression for the end of a compiled release's URL, which names the only stemcell for which the release is
+compiled.
+"""
 NAMESPACE: Final = "bosh"
 DEPLOYMENT: Final = "hello"
 PAGE: Final = """
@@ -148,7 +150,7 @@ class Trial:
         self.runner.bosh("update-runtime-config", "--name=dns", self._written("dns.yml", runtime))
 
     def deploy(self, stemcell: str) -> None:
-        """Deploy the release in this directory, with the bpm release of bosh-deployment."""
+        """Deploy the release in ``tools/trial/release``, together with the bpm release that bosh-deployment names."""
         self.runner.bosh("upload-stemcell", stemcell)
         # The CLI writes into a release's directory, so use a copy of the directory.
         source, tarball = self.state / "release", f"{self.state}/hello.tgz"

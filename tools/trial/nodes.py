@@ -54,8 +54,8 @@ def require(*programs: str) -> None:
 
 
 def chosen(runner: Runner, wanted: str | None) -> Node:
-    """Return the node that was requested, else the one that the state records. Without either, return a kind node if
-    kind is installed.
+    """Return the node that was requested, or else the one that an earlier run has started. If there is neither, return
+    a kind node if kind is installed, otherwise the node of ``./dev test-kubernetes``.
     """
     kind = wanted or ("own" if (runner.state / "own").exists() or shutil.which("kind") is None else "kind")
     return KindNode(runner) if kind == "kind" else Own(runner)

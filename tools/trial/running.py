@@ -1,4 +1,4 @@
-"""Runs the trial's commands in the same environment."""
+"""Run the commands of the trial, all with the same environment variables."""
 
 from __future__ import annotations
 
