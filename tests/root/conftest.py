@@ -41,7 +41,7 @@ except (ShimError, HostError) as exc:
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    """Provide a machine for the tests of one module. Changes to users, mounts and logs are discarded with it."""
+    """Provide a machine that all tests of a module share. Changes to users, mounts and logs are discarded with it."""
     with machine(tmp_path_factory.mktemp("machine")) as made:
         yield made
 
@@ -64,7 +64,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
 def inside(box: Machine) -> Inside:
     """Provide a function that runs the body of a coroutine on the machine: ``inside("return 1 + 1") == 2``.
 
-    If the body raises an expected error, the function returns its text.
+    If the body raises an expected error, the function returns the error's text.
     """
     root = Path(__file__).parents[2]
 

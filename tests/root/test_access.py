@@ -35,7 +35,7 @@ def key(tmp_path: Path) -> Path:
 
 
 def login(fleet: Fleet, key: Path, user: str, host_key: str, command: str) -> subprocess.CompletedProcess[str]:
-    """Log in like ``bosh ssh``, which trusts only the reported host key."""
+    """Log in like ``bosh ssh``, trusting only the host key that the agent reported."""
     known = key.with_name("known_hosts")
     known.write_text(f"[127.0.0.1]:{fleet.ssh_port} {host_key}")
     options = [f"UserKnownHostsFile={known}", "StrictHostKeyChecking=yes", "BatchMode=yes", "IdentitiesOnly=yes"]
@@ -103,7 +103,7 @@ async def test_image_password_is_removed_unless_the_settings_have_one(tmp_path: 
 
 
 async def test_a7_cas_from_update_settings_are_trusted_until_they_are_removed(tmp_path: Path) -> None:
-    """The CAs also survive a recreated container, whose trust store starts as in the image."""
+    """The CAs must also survive a recreated container, whose trust store starts as in the image."""
     authority, hashed = Authority("of the Director"), "$6$salt$" + "y" * 86
     verify = "openssl verify -no-CAstore -no-CApath -CAfile /etc/ssl/certs/ca-certificates.crt /mnt/leaf.pem"
     async with pods(tmp_path) as pod:

@@ -69,7 +69,7 @@ MANY: Final = jobs.process(
     "many",
     f"setsid {AS_VCAP} perl -e 'for (1 .. 6000) {{ fork or last }} sleep 1000' >/dev/null 2>&1 & echo $! >$pidfile",
 )
-"""A job with 6000 processes, which the job's stop program does not kill."""
+"""A job with 6000 processes, which its stop program leaves running."""
 EXCHANGE: Final = """
 mv jobs others && cp -rL others jobs
 for ctl in jobs/web/bin/ctl jobs/web/*/bin/ctl; do
@@ -99,8 +99,8 @@ check process stopped{number}
 
 
 def liar(start: str) -> dict[str, str]:
-    """Return a job whose start program writes the pid of an unrelated process to its pidfile. Its stop program does the
-    same and kills no process.
+    """Return a job whose start and stop programs both run ``start``, which writes the pid of an unrelated process to
+    the pidfile. Neither program kills a process.
     """
     return jobs.process(Paths(), "liar", start, stop=start, within="with timeout 1 seconds")
 
@@ -113,9 +113,9 @@ def number_of(pod: PodInstance, pattern: str) -> int:
 @pytest.mark.attack("a job names a process of root or of another job in its pidfile")
 @pytest.mark.parametrize("victim", ["the agent", "process 1", "another job"])
 async def test_process_named_in_a_foreign_pidfile_is_not_signalled(pod: PodInstance, victim: str) -> None:
-    """Neither a start nor a stop of the job signals the named process, and the job is not reported as running.
+    """Starting or stopping the job must not signal the named process, and the job must not be reported as running.
 
-    PID 1 is an exception. As in monit, a job whose pidfile names PID 1 is reported as running without a process.
+    The exception is PID 1: as in monit, a job whose pidfile names PID 1 is reported as running without a process.
     """
     await pod.start()
     files_of = {"web": jobs.sleeper(Paths(), "web"), "liar": liar(NAMES_ANOTHER)}
@@ -139,8 +139,8 @@ async def test_process_named_in_a_foreign_pidfile_is_not_signalled(pod: PodInsta
 
 @pytest.mark.attack("a job makes a dead service appear to be running by putting an operator's process in its pidfile")
 async def test_pidfile_written_by_vcap_cannot_claim_an_operators_program(pod: PodInstance) -> None:
-    """The program runs as root, and its arguments contain the job's directory, but the agent has not started it. The
-    job is reported as failing, and the Director's stop succeeds without killing the program.
+    """An operator's program runs as root, and its arguments contain the job's directory, but the agent has not started
+    it. The agent must report the job as failing, and a stop by the Director must succeed without killing the program.
     """
     await pod.start()
     pod.machine.run("tail -f /var/vcap/data/log --retry >/dev/null 2>&1 & echo $! >/var/vcap/data/victim")
@@ -161,8 +161,8 @@ async def test_pidfile_written_by_vcap_cannot_claim_an_operators_program(pod: Po
 async def test_script_fails_if_its_log_path_is_not_a_regular_file(pod: PodInstance) -> None:
     """A job puts a FIFO, a symbolic link or a hard link at its log path.
 
-    Nothing is written to the target, opening the FIFO does not block the agent, and scripts of other jobs still
-    succeed.
+    Nothing must be written to a link's target, opening the FIFO must not block the agent, and scripts of other jobs
+    must still succeed.
     """
     planted = {"pipe": "mkfifo {log}", "link": "ln -s {victim} {log}", "second-name": "ln {victim} {log}"}
     await pod.start()
@@ -253,10 +253,10 @@ async def test_object_planted_at_the_bpm_pidfile_directory_is_replaced(pod: PodI
 
 @pytest.mark.attack("a job makes a dead service appear to be running by putting an operator's process in its pidfile")
 async def test_pidfile_planted_in_the_bpm_directory_is_ignored(pod: PodInstance) -> None:
-    """Any user can create the directory before the first process of bpm.yml runs, and put a pidfile with the expected
-    name into it.
+    """Before a job's first bpm process runs, any user can create the directory and put a pidfile with the expected name
+    into it.
 
-    ``bpm pid`` and ``bpm stop`` ignore that file, and the start replaces it.
+    ``bpm pid`` and ``bpm stop`` must ignore that file, and starting the process must replace it.
     """
     await pod.start()
     await pod.apply({"caged": BPM})
@@ -277,7 +277,7 @@ async def test_pidfile_planted_in_the_bpm_directory_is_ignored(pod: PodInstance)
 
 @pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
 async def test_object_at_the_run_directory_of_a_later_job_is_moved_away(pod: PodInstance) -> None:
-    """Otherwise, if a job planted a link there, the start script of the later job, which runs as root, would write its
+    """A job could plant a link there. The start script of the later job, which runs as root, would then write its
     pidfile through the link.
     """
     planted = {"link": "ln -s /var/vcap/data/elsewhere", "file": "touch", "pipe": "mkfifo"}
@@ -300,8 +300,8 @@ async def test_object_at_the_run_directory_of_a_later_job_is_moved_away(pod: Pod
 async def test_object_planted_at_the_agents_run_directory_does_not_prevent_its_start(
     pod: PodInstance, planted: str
 ) -> None:
-    """The directory does not exist until this agent starts for the first time, so jobs that ran under the Go agent can
-    put something else there. The agent replaces it.
+    """The directory does not exist before this agent's first start, so jobs that ran under the Go agent can put
+    something else in its place. The agent must replace it.
     """
     pod.start_container()
     more = "/output/full" if planted == "mkdir -p" else ""
@@ -338,7 +338,7 @@ def test_directories_are_not_created_or_chowned_through_links_of_jobs(tmp_path: 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or chowns files")
 @pytest.mark.parametrize("planted", ["link", "link on the way", "link of root that was moved", "link of root"])
 def test_reads_follow_only_links_that_root_placed(tmp_path: Path, planted: str) -> None:
-    """Root has placed a link if root owns it and it is in a directory to which only root can write.
+    """A link counts as placed by root if root owns it and only root can write to its directory.
 
     The test reads a pidfile and a file that a monit rule names.
     """
@@ -436,10 +436,10 @@ async def test_job_cannot_read_secrets_of_the_agent(pod: PodInstance) -> None:
 
 async def test_thousands_of_job_processes_do_not_block_the_loop(pod: PodInstance) -> None:
     """With 6000 processes, reading the process table takes a tenth of a second. ``status``, ``get_state`` and a stop
-    have to read it, but must not block the event loop in the meantime.
+    read it, but must not block the event loop while they do.
 
-    Here, a callback may sleep longer than usual, because the kernel holds the lock of the process table while thousands
-    of processes exit.
+    Here a callback may sleep longer than usual, because the kernel holds the process table's lock while thousands of
+    processes exit.
     """
     await pod.start()
     await pod.deploy({"many": MANY})
@@ -504,10 +504,10 @@ async def test_job_cannot_create_the_run_directory_of_sshd(pod: PodInstance) -> 
 @pytest.mark.parametrize("planted", ["set-group-id", "access list"])
 @pytest.mark.parametrize("kind", ["log", "archive"])
 def test_root_logs_in_a_job_directory_are_unreadable_to_the_job(tmp_path: Path, kind: str, planted: str) -> None:
-    """The log directory of a bpm job belongs to vcap, but logs of root's scripts may contain secrets.
+    """vcap owns the log directory of a bpm job, but logs of root's scripts in that directory may contain secrets.
 
-    The job sets the set-group-id bit or a default ACL on the directory, but must not get read access to new logs and
-    archives in it.
+    The job sets the set-group-id bit or a default ACL on the directory. It must not get read access to new logs and
+    archives there.
     """
     place = tmp_path / "log"
     place.mkdir(0o750)
@@ -551,8 +551,8 @@ def test_job_cannot_replace_the_marker_of_a_world_writable_disk(tmp_path: Path) 
 
 @pytest.mark.attack("a job stops all processes of its user, including children of the agent")
 async def test_job_that_stops_all_processes_of_its_user_does_not_block_the_agent(pod: PodInstance) -> None:
-    """The job sends SIGSTOP to every process of vcap, including children of the agent that have switched to vcap but
-    not yet executed their program. The agent keeps answering.
+    """The job sends SIGSTOP to all of vcap's processes, including children of the agent that have switched to vcap but
+    not yet executed their program. The agent must keep answering.
     """
     pod.env = {"authorized_keys": ["ssh-ed25519 AAAA vcap"]}
     await pod.start()

@@ -302,13 +302,13 @@ def run(inside: Inside, level: int, body: str) -> Any:
 
 @pytest.fixture(scope="module")
 def known() -> dict[int, Any]:
-    """Provide a cache for the jobs' observations at each level, which all tests share."""
+    """Provide a dictionary that caches the jobs' observations by isolation level for all tests of the module."""
     return {}
 
 
 @pytest.fixture
 def look(inside: Inside, known: dict[int, Any]) -> Callable[[int], Any]:
-    """Provide a function that returns the observations of the jobs in ``BPM_YML`` at a level."""
+    """Provide a function that returns what the jobs in ``BPM_YML`` observed at an isolation level."""
 
     def seen(level: int) -> Any:
         if level not in known:
@@ -319,7 +319,9 @@ def look(inside: Inside, known: dict[int, Any]) -> Callable[[int], Any]:
 
 
 def has_rules(cell: str) -> bool:
-    """Return True if a cell of the documented table says that access is restricted unless the key grants it."""
+    """Return True if, according to a cell of the documented table, a job has only the access that the key
+    grants.
+    """
     return not re.search("not enforced|not restricted|^what the container has$", cell)
 
 
@@ -382,9 +384,8 @@ def test_every_documented_bpm_key_has_a_check() -> None:
 @pytest.mark.attack("root in a container escapes from a bpm sandbox with a mount")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_keys_have_the_documented_effect(look: Callable[[int], Any], level: int) -> None:
-    """Jobs that use every key of bpm.yml report their files, ids, limits, signals and environment.
-
-    The documentation says for each level which keys have an effect.
+    """Jobs that use every key of bpm.yml report their files, ids, limits, signals and environment. The reports must
+    agree with docs/bpm.md, which says which keys take effect at each level.
     """
     found = look(level)
 
@@ -396,9 +397,9 @@ def test_bpm_keys_have_the_documented_effect(look: Callable[[int], Any], level: 
 @pytest.mark.attack("a bpm process gains capabilities, or keeps the groups or descriptors of the agent")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_job_runs_in_the_same_default_context_as_under_bpm(look: Callable[[int], Any], level: int) -> None:
-    """The context consists of everything that bpm.yml does not configure, such as ids, umask, environment and pidfiles.
+    """This covers everything that bpm.yml does not configure, such as ids, umask, environment and pidfiles.
 
-    It is the same at all levels.
+    It must be the same at all levels.
     """
     found = look(level)
     web, worker = found["web"], found["worker"]
@@ -431,7 +432,9 @@ def test_bpm_job_runs_in_the_same_default_context_as_under_bpm(look: Callable[[i
 
 @pytest.mark.attack("a bpm process uses kernel interfaces that it does not need, such as /proc/kcore")
 def test_bpm_masks_kernel_paths(look: Callable[[int], Any]) -> None:
-    """At level 1, the paths that bpm masks are empty or read-only. A privileged process sees the original files."""
+    """At level 1, the paths that bpm masks must be empty or read-only. A privileged process must see the original
+    files.
+    """
     masked = {"/etc/sv", "/proc/kcore", "/proc/timer_list", "/sys/firmware"}
     web, free = look(1)["web"]["closed"], look(1)["free"]["closed"]
 
@@ -444,9 +447,10 @@ def test_bpm_masks_kernel_paths(look: Callable[[int], Any]) -> None:
 @pytest.mark.attack("a bpm process signals, traces, mounts or gains rights outside its sandbox")
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_job_cannot_escape_its_isolation(look: Callable[[int], Any], level: int) -> None:
-    """A job cannot reach other processes, mount anything or change its user.
+    """A job must not be able to reach other processes, mount anything or change its user.
 
-    At level 3, which has no such isolation, the job can signal other processes. This shows that its attempts are real.
+    Level 3 has no such isolation, and there the same job does signal other processes, which shows that its attempts are
+    real.
     """
     assert look(level)["web"]["does"] == []
     assert "signal" in look(3)["web"]["does"]
@@ -482,9 +486,9 @@ sandbox.isolation = lambda: isolation(memory=False, processes=False)
 def test_bpm_process_above_its_memory_limit_is_killed_and_reported(
     inside: Inside, level: int, has_cgroups: bool
 ) -> None:
-    """The kernel or the agent's watchdog kills only the process that exceeds its limit.
+    """The kernel or the agent's watchdog must kill only the process that exceeds its limit.
 
-    The process is restarted, and the alert contains how much memory it used.
+    The process must be restarted, and the alert must say how much memory it used.
     """
     body = ("" if has_cgroups else WITHOUT_CGROUPS) + OUT_OF_MEMORY
     found = run(inside, level, body)
@@ -542,7 +546,7 @@ return [sorted(log("web").splitlines()), log("web", "stderr"), info("web").reaso
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("is_writable", [True, False])
 def test_bpm_volume_may_be_the_root_directory(inside: Inside, level: int, is_writable: bool) -> None:
-    """The machine's root directory is visible to the job, but the paths that bpm itself mounts keep their own access
+    """The job must see the machine's root directory, but paths that bpm itself mounts must keep their own access
     rights. The job's directory, for example, stays read-only.
 
     With Landlock, a writable root directory makes everything writable, because Landlock cannot restrict a path below a
@@ -583,9 +587,9 @@ return [await supervisor.bpm.run(BpmCall("start", "web", name), [], {}) for name
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_job_can_run_packages_of_a_standalone_directory(inside: Inside, level: int) -> None:
-    """Without a Director, the agent deploys a directory, and packages are links into this directory.
+    """Without a Director, the agent deploys a local directory, and the packages are links into it.
 
-    The job can run its packages but cannot read other files in the directory.
+    The job must be able to run its packages, but not to read other files in that directory.
     """
     assert run(inside, level, PACKAGE_IN_PLACE) == [0, 1]
 
@@ -610,8 +614,8 @@ return [await supervisor.bpm.run(BpmCall("start", "web", "web"), [], {}), log("w
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_may_be_the_jobs_directory(inside: Inside, level: int) -> None:
-    """health_monitor requests this directory as a volume. The job sees all jobs in it, and its own program can be run
-    although the job's path is a link.
+    """health_monitor requests the jobs directory as a volume. The job must see all jobs in it, and it must be possible
+    to run the job's own program there, although the path contains a link.
     """
     code, said, errors = run(inside, level, ALL_JOBS)
 
@@ -659,7 +663,7 @@ return [outside, inside, log("web", "stderr")]
 
 @pytest.mark.attack("root in a container escapes from a bpm sandbox with a mount")
 def test_mounts_below_shared_bpm_volumes_propagate_both_ways(inside: Inside) -> None:
-    """Mounts below volumes that are not shared propagate only from the machine to the job, or not at all."""
+    """Below volumes that are not shared, mounts propagate only from the machine to the job, or not at all."""
     outside, inner, errors = run(inside, 1, SHARED)
 
     assert errors == ""
@@ -674,7 +678,7 @@ def test_mounts_below_shared_bpm_volumes_propagate_both_ways(inside: Inside) -> 
 @pytest.mark.attack("a bpm process exceeds its memory or process limit")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_limits_the_number_of_processes(inside: Inside, level: int) -> None:
-    """The kernel refuses a fork beyond the limit. This needs a cgroup."""
+    """The kernel refuses a fork beyond the limit, which requires a cgroup."""
     out, errors, has_limit = run(inside, level, PROCESSES)
 
     assert has_limit
@@ -706,7 +710,9 @@ return [before == adopted, log("web").splitlines()[-1], left, commands]
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_restarted_agent_adopts_an_isolated_bpm_process(inside: Inside, level: int) -> None:
-    """The new agent identifies the process by its pidfile, and a stop still terminates all processes in its sandbox."""
+    """The new agent must identify the process by its pidfile, and a stop must still terminate all processes in the
+    sandbox.
+    """
     same, last, left, commands = run(inside, level, NEXT_AGENT)
 
     assert same
@@ -722,7 +728,7 @@ return list(await sandbox.isolation())
 
 
 def test_bpm_isolation_level_follows_the_privileges_of_the_container(inside: Inside) -> None:
-    """Without CAP_SYS_ADMIN, the probe returns level 2 and the reason why level 1 is not possible."""
+    """Without CAP_SYS_ADMIN, the probe must return level 2 and the reason why level 1 is not available."""
     assert inside(ISOLATION)[:2] == [1, ""]
     without = inside(ISOLATION, "setpriv", "--bounding-set", "-sys_admin")
     assert without[:2] == [2, "create namespaces: Operation not permitted"]

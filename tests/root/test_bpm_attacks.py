@@ -56,8 +56,8 @@ return [sorted(set(log("web").splitlines())), log("web", "stderr"), sorted(refus
 @pytest.mark.parametrize("target", ["/var/vcap/jobs/other/config", "/etc"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_swapped_with_a_link_shows_no_other_files(inside: Inside, level: int, target: str) -> None:
-    """The job repeatedly swaps the volume while root checks, opens and mounts it. It either sees its own directory or
-    is not run.
+    """The job keeps swapping the volume with a link while root checks, opens and mounts it. The job must either see its
+    own directory or not be run.
     """
     said, errors, refused = run(inside, level, EXCHANGING.replace("TARGET", target))
 
@@ -88,7 +88,7 @@ return [log("web"), info("web").reason, before == Path("/proc/self/mountinfo").r
 
 
 def planted(volume: str, owner: int, more: str = "mount_only: true") -> str:
-    """Return the body of a test in which the volume of a job is a link to files of another user."""
+    """Return the body of a test in which a job's volume is a link, owned by uid ``owner``, to files of another user."""
     return PLANTED.replace("VOLUME", volume).replace("OWNER", str(owner)).replace("MORE", more)
 
 
@@ -296,8 +296,8 @@ bind 'set enable-bracketed-paste off'
 
 
 def in_shell(inside: Inside, level: int, rc: str, operator: str, typed: list[tuple[bytes, Any]]) -> tuple[str, bool]:
-    """Return what ``bpm shell`` prints when ``typed`` is typed, and whether the operator's terminal then has its
-    original modes again.
+    """Type ``typed`` into a terminal on which ``bpm shell`` runs. Return the output, and whether the operator's
+    terminal has its original modes afterwards.
     """
     body = SHELL.replace("PLANTED_RC", repr(rc)).replace("OPERATOR", repr(operator)).replace("TYPED", repr(typed))
     found = run(inside, level, body)
@@ -321,8 +321,8 @@ def test_bpm_shell_cannot_inject_input_into_the_operators_terminal(inside: Insid
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_shell_is_interactive(inside: Inside, level: int) -> None:
-    """The shell has a named terminal and job control, and follows changes of the window size. Ctrl-C does not make the
-    shell exit.
+    """The shell must have a named terminal and job control, and notice changes of the window size. Ctrl-C must not make
+    it exit.
     """
     operator = "/var/vcap/jobs/bpm/bin/bpm shell web; echo code $?; echo EN''D"
     typed: list[tuple[bytes, Any]] = [

@@ -1,7 +1,7 @@
 """Jobs modelled on real releases (bosh-dns, haproxy and nginx), run with the real programs at each isolation level.
 
-Besides their bpm.yml, the jobs rely on other properties: they can list the names of all jobs, the actual program is a
-child of the process in the pidfile, daemons that fork stay descendants of that process, and a drain script can kill
+Besides their bpm.yml, these jobs rely on the following: they can list the names of all jobs, the actual program is a
+child of the process in the pidfile, daemons that fork remain descendants of that process, and a drain script can kill
 them by pid.
 """
 
@@ -89,7 +89,7 @@ return outcome
 
 
 def deployed(inside: Inside, level: int, body: str) -> Any:
-    """Run ``body`` with an agent that serves ``bpm``. Return the ``outcome`` that ``body`` has recorded."""
+    """Run ``body`` with an agent that provides ``bpm``. Return the ``outcome`` that ``body`` has recorded."""
     lines = body.strip().splitlines()
     text = AGENT.replace("    BODY", "\n".join(f"    {line}" for line in lines))
     found = run(inside, level, text)
@@ -273,7 +273,7 @@ outcome["errors"] = [line for line in says("haproxy", "haproxy", "stderr").split
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.skipif(not shutil.which("haproxy"), reason="needs the package haproxy")
 def test_haproxy_reloads_and_drains_under_bpm(inside: Inside, level: int) -> None:
-    """The reload and drain scripts find the wrapper and the daemon as children of the process in the pidfile."""
+    """The reload and drain scripts must find the wrapper and the daemon as children of the process in the pidfile."""
     found = deployed(inside, level, HAPROXY)
 
     assert found["served"] == "served"

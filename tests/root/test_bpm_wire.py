@@ -50,8 +50,8 @@ kill -INT -$!; wait $!; echo $?
 
 
 def release() -> dict[str, str | bytes]:
-    """Return a job whose pre-start starts a process, whose post-start lists processes, and whose drain kills a process
-    by its pid.
+    """Return a job with scripts that call bpm: its pre-start starts a process, its post-start lists processes, and its
+    drain kills a process by pid.
     """
     return {
         "monit": MONIT,
@@ -65,9 +65,8 @@ def release() -> dict[str, str | bytes]:
 
 @pytest.mark.parametrize("has_release", [False, True])
 async def test_job_scripts_reach_the_agents_bpm(fleet: Fleet, has_release: bool) -> None:
-    """All scripts of a job get the agent's bpm while the job is deployed, drained, stopped and deployed again.
-
-    This is true even if the bpm release is deployed on the same instance.
+    """While the job is deployed, drained, stopped and deployed again, all its scripts must call the agent's own bpm,
+    even if the bpm release is deployed on the same instance.
     """
     machine = await fleet.add(AGENT, {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0"}})
 

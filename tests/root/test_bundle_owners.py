@@ -63,8 +63,8 @@ print(json.dumps({
 
 
 def test_bundle_owners_and_modes_match_the_go_agent(tmp_path: Path) -> None:
-    """Files that jobs may read belong to the group vcap, and all other files belong to the group root, whatever the
-    archive says.
+    """Files that jobs may read must belong to the group vcap, and all others to the group root, whatever the archive
+    says.
     """
     with machine(tmp_path) as inside:
         done = inside.popen([sys.executable, "-c", INSIDE], stdout=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""The short cases of ``./dev chaos``."""
+"""Runs the short cases of ``./dev chaos``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHORT = sorted(case.id for case in CASES.values() if not case.is_long)
 
 @pytest.mark.parametrize("case", SHORT)
 def test_chaos_case_keeps_all_invariants(case: str, tmp_path: Path) -> None:
-    """Each case runs in its own PID namespace."""
+    """Each case runs in its own PID namespace, so that a misdirected signal cannot reach the host."""
     into = tmp_path / "rows"
     argv = [sys.executable, "-m", "tests.chaos", case, "--into", str(into)]
     said = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False).stdout
@@ -36,7 +36,7 @@ def test_chaos_case_keeps_all_invariants(case: str, tmp_path: Path) -> None:
 
 
 def test_chaos_kill_is_reported_even_if_the_work_finished_first(tmp_path: Path) -> None:
-    """A process can finish its work before the tracer reports that the process was killed. If the report were lost, the
+    """The victim can finish its work between being killed and the tracer's report. If the report were then lost, the
     case would wait for a reply from a dead agent.
     """
     program = "import sys; sys.stdin.readline(); open(sys.argv[1], 'w')"
@@ -55,7 +55,7 @@ def test_chaos_kill_is_reported_even_if_the_work_finished_first(tmp_path: Path) 
 
 
 def test_tracer_fails_all_calls_from_a_given_number_on(tmp_path: Path) -> None:
-    """The failures simulate a full disk: calls that need space fail with ENOSPC, but files can still be deleted."""
+    """This simulates a full disk: calls that need space fail with ENOSPC, but files can still be deleted."""
     program = """import os, sys
 sys.stdin.readline()
 file = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)

@@ -19,9 +19,9 @@ CALL = "import sys; from agent_shim.cli.commands import bosh_agent; sys.exit(bos
 
 
 def test_compile_command_compiles_for_the_stemcell_of_its_image(box: Machine, tmp_path: Path) -> None:
-    """The packaging script finds its package at ``/var/vcap/packages/NAME``.
+    """The packaging script must find its package at ``/var/vcap/packages/NAME``.
 
-    The image's os-release and stemcell_version files name the stemcell for which the package is compiled.
+    The package is compiled for the stemcell that the image's os-release and stemcell_version files name.
     """
     script = f"set -e; {LIBRARY}; stat -Lc %U:%G:%a $BOSH_INSTALL_TARGET > /var/vcap/packages/library/owner"
     source = release(tmp_path / "in.tgz", library=(script, []))

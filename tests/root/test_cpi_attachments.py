@@ -1,6 +1,7 @@
-"""The program that attachment pods run to mount disks into running VMs, tested with real mounts.
+"""The program with which attachment pods mount disks into running VMs, tested with real mounts.
 
-Each test has a node, a VM that sees one directory of the node, and helpers, which run this program and may get killed.
+Each test has a node, a VM that sees one directory of the node, and helpers. A helper is a process that runs this
+program, and some tests kill it.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ echo ready && exec sh -i 2>/dev/null
 
 
 class AttachmentNode:
-    """A node and a VM, each with its own mount namespace. Mounts that the node makes below ``bosh/vm`` appear in the
-    VM.
+    """A node and a VM, each with its own mount namespace. Mounts that are made below ``bosh/vm`` on the node appear in
+    the VM.
     """
 
     def __init__(self, directory: Path, *, userns: bool = False) -> None:
@@ -95,8 +96,7 @@ class AttachmentNode:
     def detach(self, attachment: subprocess.Popen[str], patience: float = 0.5) -> str:
         """Run a helper that unmounts the disk that ``attachment`` has mounted.
 
-        Return the helper's output, followed by "done" if the helper has reported success, and otherwise by its exit
-        code.
+        Return the helper's output, followed by "done" if it reported success, or otherwise by its exit code.
         """
         pid = str(attachment.pid)
         sign = self.place / "done"
@@ -139,7 +139,7 @@ class AttachmentNode:
         return f"{out}{attachment.returncode}"
 
     def mounts(self) -> int:
-        """Return the number of mounts that are stacked at the disk's mount point in the VM."""
+        """Return the number of mounts stacked on top of each other at the disk's mount point in the VM."""
         text = Path(f"/proc/{self.vm.pid}/mountinfo").read_text()
         return sum(1 for line in text.splitlines() if line.split()[4] == str(self.seen / "disk-1"))
 
@@ -181,7 +181,7 @@ def test_disk_is_attached_to_and_detached_from_a_running_vm(site: AttachmentNode
 
 
 def test_helpers_finish_in_time_with_the_cpu_that_they_request(site: AttachmentNode) -> None:
-    """On a node whose CPUs are all busy, a container gets only the CPU time that it requests. The test limits the
+    """On a node whose CPUs are all busy, a container gets only the CPU time that it requests, so the test limits the
     helpers to that.
     """
     with own_cgroups("helper") as places:
@@ -200,7 +200,7 @@ def test_helpers_finish_in_time_with_the_cpu_that_they_request(site: AttachmentN
 
 
 def with_cpu_controller(directories: list[Path]) -> Path:
-    """Return the directory with the CPU controller. Skip the test if there is none."""
+    """Return the first of these cgroups that has a CPU controller. Skip the test if none has."""
     for directory in directories:
         if any((directory / name).exists() for name in ("cpu.cfs_quota_us", "cpu.max")):
             return directory
@@ -247,8 +247,8 @@ def test_attach_does_not_follow_a_link_that_the_vm_put_at_the_disk_directory(
 
 
 def test_disk_is_not_left_mounted_in_a_directory_that_the_vm_moved(site: AttachmentNode) -> None:
-    """The helper unmounts the disk again. Otherwise the disk would stay mounted, because a later detach would look for
-    it at its old path.
+    """The VM moves the mount point's directory away during the mount. The helper must unmount the disk again, because a
+    later detach would look for it at the old path and leave it mounted.
     """
     moving = "os.rename(program.sys.argv[-2], program.sys.argv[-2] + '-moved')"
     mount = f"real = program.mount\ndef mount(*args):\n    {moving}\n    real(*args)\nprogram.mount = mount\n"
@@ -332,8 +332,8 @@ HIDINGS = {
 def test_disk_kept_mounted_by_root_of_the_vm_is_not_reported_unmounted(
     site: AttachmentNode, commands: list[str]
 ) -> None:
-    """The VM has mounted the disk somewhere else, so it can still write to it. The helper used to check only its own
-    mount.
+    """The VM has mounted the disk at a second path, where it can still write to it. The helper used to check only the
+    mount that it had made itself.
     """
     attachment = site.attach()
     for command in commands:
@@ -377,8 +377,8 @@ sys.stdin.read()
 @pytest.mark.attack("root in a container of the CPI keeps using a disk that is reported as detached")
 @pytest.mark.parametrize("way", ["in a thread's namespace", "as a clone in a descriptor", "as a clone for a directory"])
 def test_disk_mounted_outside_all_mount_tables_is_not_reported_unmounted(site: AttachmentNode, way: str) -> None:
-    """The VM keeps a mount of the disk with open_tree or unshare. It can still write to the disk, although no mount
-    table shows the mount.
+    """The VM keeps a mount of the disk with open_tree or unshare. No mount table shows that mount, but the VM can still
+    write to the disk.
     """
     attachment = site.attach()
     program = CLONE if "clone" in way else THREAD
@@ -406,8 +406,8 @@ exec unshare -m sh -c 'umount "$0" "${0%/*}/disk-1" && echo ready && exec cat' "
 
 
 def test_open_files_on_other_mounts_of_the_device_do_not_block_a_detach(site: AttachmentNode) -> None:
-    """A disk can be a directory of a larger file system. Files that are open in another directory of this file system
-    do not keep the disk busy.
+    """A disk can be a directory of a larger file system. Files that are open in another directory of that file system
+    must not count as uses of the disk.
     """
     subprocess.run(site.on_node("sh", "-ec", PARTS, str(site.place)), check=True)
     attachment = site.attach()
@@ -431,7 +431,9 @@ ctypes.CDLL(None).syscall(60, 0)
 
 @pytest.mark.attack("root in a container of the CPI keeps using a disk that is reported as detached")
 def test_process_with_an_exited_main_thread_still_belongs_to_the_vm() -> None:
-    """With cgroup v1, an exited main thread is not in any cgroup, so the helper must look at the other threads."""
+    """With cgroup v1, an exited main thread belongs to no cgroup, so the helper must look at the process's other
+    threads.
+    """
     with own_cgroups("pod") as places:
         uid = places[0][0].name
         of_v1 = [place for place in places if not (place[1] / "cgroup.controllers").exists()]
@@ -488,7 +490,7 @@ def test_renamed_disk_directory_does_not_block_a_detach(site: AttachmentNode) ->
 def test_empty_directories_of_deleted_vms_are_removed_later(site: AttachmentNode, tmp_path: Path) -> None:
     """The kubelet creates a directory for each VM that can have disks attached while it runs.
 
-    A helper later removes the directories that are empty and no longer used.
+    Helpers later remove those of the directories that are empty and no longer used.
     """
     for name in ("gone", "full"):
         subprocess.run(site.on_node("mkdir", "-p", f"{site.place}/bosh/{name}"), check=True)
@@ -539,8 +541,8 @@ print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
 
 @pytest.mark.parametrize("whose", ["neighbour", "vm"])
 def test_attach_helper_needs_little_memory_for_a_large_mount_table(site: AttachmentNode, whose: str) -> None:
-    """An unprivileged process can create very many mounts in a user namespace. If a helper needed memory for each
-    mount, all helpers on the node would exceed their memory limit.
+    """An unprivileged process can create very many mounts in a user namespace. If a helper's memory grew with the
+    number of mounts, every helper on the node would exceed its memory limit.
     """
     site.program = PROGRAM.replace("program.main(sys.argv[4:])", MEASURED)
     subprocess.run(site.on_node("mkdir", f"{site.place}/bosh/gone"), check=True)
@@ -577,8 +579,8 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("state", ["mounted", "unmounted lazily"])
 def test_hanging_file_system_does_not_delay_a_detach(site: AttachmentNode, state: str) -> None:
-    """The helper must not call stat(2) on a job's descriptor. The call would wait for the file system and could not be
-    interrupted.
+    """The helper must not call stat(2) on a file that a job has open. The call would wait for the file system, and
+    could not be interrupted.
     """
     attachment = site.attach()
     site.process(sys.executable, "-c", UNANSWERED, str(site.spare), state)
@@ -599,7 +601,7 @@ def test_disk_directory_of_a_deleted_vm_is_removed(site: AttachmentNode) -> None
 
 
 def test_disk_is_usable_in_the_user_namespace_of_the_vm(tmp_path: Path) -> None:
-    """Without an idmapped mount, root's files would belong to uid 65534 in the VM and the VM could not write."""
+    """Without an idmapped mount, root's files would belong to uid 65534 in the VM, and the VM could not write."""
     site = AttachmentNode(tmp_path, userns=True)
     try:
         helper = site.attach()
@@ -614,7 +616,7 @@ def test_disk_is_usable_in_the_user_namespace_of_the_vm(tmp_path: Path) -> None:
 
 @pytest.mark.attack("root in a container of the CPI poses as another VM with a user namespace or a name")
 def test_attachment_tolerates_process_names_that_are_not_valid_text(tmp_path: Path) -> None:
-    """A single process with such a name used to prevent attachments to its VM and restarts of the VM."""
+    """A single process with such a name used to prevent attaching disks to its VM and restarting the VM."""
     site = AttachmentNode(tmp_path, userns=True)
     try:
         job = site.process("perl", "-e", '$| = 1; $0 = "\\xff"; print "ready\\n"; sleep 600')
@@ -643,9 +645,7 @@ def test_disk_is_not_mounted_with_the_ids_of_a_jobs_user_namespace(site: Attachm
 
 
 def test_init_of_a_jobs_pid_namespace_is_not_mistaken_for_pid_1_of_the_container() -> None:
-    """A reboot of the VM must send signals only to PID 1 of the container, so that the agent can stop the jobs in
-    order.
-    """
+    """On a reboot, only the container's PID 1 must get signals, so that the agent can stop the jobs in order."""
     nested = "unshare --pid --fork --kill-child sleep 999 & exec sleep 999"
     container = subprocess.Popen(["unshare", "--pid", "--fork", "--kill-child", "sh", "-c", nested])
     try:
@@ -660,7 +660,7 @@ def test_init_of_a_jobs_pid_namespace_is_not_mistaken_for_pid_1_of_the_container
 
 @pytest.mark.parametrize("heeds", [True, False])
 def test_reboot_helper_ends_pid_1_of_the_container(site: AttachmentNode, heeds: bool) -> None:
-    """PID 1 gets SIGTERM, then SIGKILL if it is still running after the grace period."""
+    """PID 1 must get SIGTERM, then SIGKILL if it is still running after the grace period."""
     script = ("trap 'exit 7' TERM; " if heeds else "") + "echo; sleep 999 & wait"
     container = subprocess.Popen(
         ["unshare", "--pid", "--fork", "--kill-child", "sh", "-c", script], stdout=-1, stderr=subprocess.DEVNULL
@@ -677,7 +677,7 @@ def test_reboot_helper_ends_pid_1_of_the_container(site: AttachmentNode, heeds: 
 
 
 def inits_below(pid: int) -> list[int]:
-    """Return the descendants of a process that are PID 1 of a namespace, outer ones before inner ones."""
+    """Return the descendants of a process that are PID 1 of a namespace, outermost first."""
     found = []
     for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
         status = dict(line.split(":", 1) for line in Path(f"/proc/{child}/status").read_text().splitlines())

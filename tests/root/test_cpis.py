@@ -39,7 +39,7 @@ EACH_WAY = pytest.mark.parametrize("prefix", [(), WITHOUT_CAPABILITIES], ids=["b
 
 
 class CpiInstance:
-    """Actions of a CPI and a Director on one instance, with checks of the invariants after each action."""
+    """Performs the actions of a CPI and a Director on one instance, and checks the invariants after each action."""
 
     def __init__(self, pod: PodInstance) -> None:
         self.pod = pod
@@ -50,10 +50,10 @@ class CpiInstance:
 
     @property
     def jobs_reach_disks(self) -> bool:
-        """Return True if jobs can enter the store. They cannot if the store is a link into a directory that is closed
-        to them.
+        """Return True if jobs can enter the store. They cannot if the store is a link into a directory that denies them
+        access.
 
-        This happens under SAP's CPI if the container may not mount, because of the path at which the CPI attaches
+        This happens under SAP's CPI if the container may not mount, because of the path at which that CPI attaches
         disks.
         """
         return not (self.pod.prefix and self.cpi.place.startswith(cpis.BOSH))
@@ -138,7 +138,7 @@ class CpiInstance:
         await self.detach(cid)
 
     async def holds(self, *listed: str) -> None:
-        """Check that exactly these disks are mounted, and check again after an event.
+        """Check that exactly these disks are mounted, then cause an unrequested event (``happens``) and check again.
 
         The first disk must be on the store and have the expected content.
         """
@@ -175,7 +175,7 @@ async def site(scratch: Path, cpi: CpiTraits, prefix: tuple[str, ...]) -> AsyncI
 
 
 async def write_to_store(one: CpiInstance, cid: str, *, as_root: bool) -> None:
-    """Write files with all kinds of attributes that a copy must preserve. vcap must be able to write as well."""
+    """Write files with all kinds of attributes that a copy must preserve. Check that vcap can write as well."""
     run = one.pod.machine.run
     run("mkdir /var/vcap/store/of-vcap; chown vcap:vcap /var/vcap/store/of-vcap")
     if one.jobs_reach_disks:
@@ -191,8 +191,8 @@ async def write_to_store(one: CpiInstance, cid: str, *, as_root: bool) -> None:
 async def test_disk_moves_to_a_recreated_vm_with_its_content(
     tmp_path: Path, cpi: CpiTraits, prefix: tuple[str, ...]
 ) -> None:
-    """The Director sends create_vm and attaches and mounts the disk. It then unmounts and detaches the disk, and does
-    the same with a new VM.
+    """The Director creates a VM, and attaches and mounts the disk. It then unmounts and detaches the disk, and does the
+    same with a new VM.
     """
     async with site(tmp_path, cpi, prefix) as one:
         await one.create_vm("first")
@@ -237,8 +237,8 @@ async def test_disk_resize_survives_a_new_container_between_its_steps(
 
 @EACH_WAY
 async def test_disk_migration_continues_after_the_container_was_killed(tmp_path: Path, prefix: tuple[str, ...]) -> None:
-    """After the kill, the old disk is on the store and complete. The Director's next attempt completes the
-    migration.
+    """After the kill, the old disk must be on the store and complete. When the Director tries again, the migration must
+    complete.
     """
     async with site(tmp_path, cpis.DOCKER, prefix) as one:
         await one.create_vm("first")
@@ -281,10 +281,11 @@ async def test_volume_mounted_on_the_store_by_a_manifest_is_used(tmp_path: Path,
 
 
 async def test_host_names_resolve_after_warden_unmounted_the_hosts_file(tmp_path: Path) -> None:
-    """As the last step of starting a container, Warden unmounts /etc/hosts, so the image's file becomes visible. The
-    agent is already running by then.
+    """The last step by which Warden starts a container is to unmount /etc/hosts, which uncovers the image's own file.
+    By then the agent is already running.
 
-    The agent must add the host name and localhost to this file again, because sudo and compilations look up both names.
+    The agent must add the host name and localhost to the uncovered file, because sudo and compilations look up both
+    names.
     """
     async with made(tmp_path, cpis.WARDEN_WITH_SYSTEMD) as pod:
         await pod.start()

@@ -1,4 +1,4 @@
-"""``bosh create-env`` and ``delete-env`` with a disk, sent by a client to an agent that runs as root.
+"""The requests that ``bosh create-env`` and ``delete-env`` send for a VM with a disk, to an agent that runs as root.
 
 ``integration/test_create_env.py`` tests jobs and packages. The order of the requests is that of the bosh CLI
 (``deployment/disk/manager.go``, ``deployment/vm/vm.go``).

@@ -1,8 +1,7 @@
-"""Known faults of the Go agent or monit in containers. Each test checks that this agent does not have the fault that
-its docstring describes.
+"""Known faults of the Go agent or monit in containers. Each docstring describes a fault, and the test checks that this
+agent does not have it. The agent runs in a container with real mounts.
 
-The last test is not about a fault but about the order in which monit executes actions. A real agent runs in a container
-with real mounts.
+The last test is not about a fault: it checks that the agent executes actions in the same order as monit.
 """
 
 from __future__ import annotations
@@ -103,8 +102,8 @@ async def test_unmount_disk_unmounts_the_store_and_forgets_the_disk(pod: PodInst
 
 
 async def test_disk_is_mounted_and_listed_after_a_restart(pod: PodInstance) -> None:
-    """After a restart, the Go agent lists the disk, but the store is an empty directory of the container. This agent
-    must mount the disk as well.
+    """After a restart, the Go agent lists the disk but does not mount it, so the store is an empty directory of the
+    container. This agent must mount the disk.
     """
     await with_disks(pod, "disk-1")
 
@@ -150,8 +149,8 @@ async def test_sync_dns_writes_to_a_mounted_hosts_file(pod: PodInstance) -> None
 
 
 async def test_uptimes_are_not_negative_under_lxcfs(pod: PodInstance) -> None:
-    """lxcfs makes /proc/uptime show the container's uptime. monit subtracts from it the start times of processes, which
-    are relative to the host's boot, and therefore reports negative uptimes. This agent must not do so.
+    """lxcfs makes /proc/uptime show the container's uptime, while process start times are relative to the host's boot.
+    monit subtracts one from the other and reports negative uptimes. This agent must not do so.
     """
     pod.start_container()
     (pod.machine.root / "mnt/uptime").write_text("0.50 0.50\n")
@@ -187,10 +186,10 @@ async def summary(pod: PodInstance, words: str) -> None:
 
 
 async def test_monit_start_during_a_pending_stop_is_executed_afterwards(pod: PodInstance) -> None:
-    """After ``monit stop``, the stop is pending until the stop program has exited, and the service is not monitored
-    during that time.
+    """After ``monit stop``, the stop is pending until the stop program has exited. The service is not monitored during
+    that time.
 
-    If the operator runs ``monit start`` in the meantime, monit executes the start after the stop. The agent must do the
+    If the operator runs ``monit start`` in the meantime, monit starts the service after the stop. The agent must do the
     same.
     """
     files = {**jobs.sleeper(Paths(), "web"), "bin/ctl": SLOW_TO_STOP}

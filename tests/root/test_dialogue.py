@@ -1,6 +1,4 @@
-"""All requests that a Director sends to create an instance. They are answered by an agent that runs as root on a test
-machine.
-"""
+"""An agent that runs as root on its own machine answers all requests that a Director sends to create an instance."""
 
 from __future__ import annotations
 

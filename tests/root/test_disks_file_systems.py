@@ -26,7 +26,7 @@ def mount_ramfs(point: Path) -> Path:
 
 
 def mount_fuse(point: Path) -> Path:
-    """Mount ext4 with fuse2fs. With this driver, the kernel treats ACLs like other extended attributes."""
+    """Mount ext4 with fuse2fs, under which the kernel treats ACLs like any other extended attribute."""
     image = point.with_suffix(".fuse")
     with image.open("wb") as file:
         file.truncate(32 << 20)
@@ -73,9 +73,7 @@ def without(lost: tuple[str, ...], tree: dict[str, Any]) -> dict[str, Any]:
 def test_disk_copy_keeps_what_the_target_can_store_and_reports_the_rest(
     tmp_path: Path, make: Callable[[Path], Path], lost: tuple[str, ...], kinds: list[str]
 ) -> None:
-    """The copy must lack only what the target cannot store. It is then copied to a second ext4 disk without further
-    loss.
-    """
+    """The copy must lack only what the target cannot store. Copying it to a second ext4 disk must lose nothing more."""
     source = mount_ext4(tmp_path / "source", tmp_path / "source.image")
     fill(source, as_root=True)
     odd = Path(os.fsdecode(os.fsencode(source) + b"/new\nline \xff"))
@@ -98,8 +96,8 @@ def test_disk_copy_keeps_what_the_target_can_store_and_reports_the_rest(
 
 @alone
 def test_disk_copy_reports_an_attribute_too_large_for_the_target(tmp_path: Path) -> None:
-    """On ext4, all attributes of a file share one block. If this block is full, the error is the same as for a full
-    disk, but the copy must not fail because of it.
+    """On ext4, all extended attributes of a file share one block. If they do not fit, the error is the same as for a
+    full disk, but the copy must not fail because of it.
     """
     source = mount_tmpfs(tmp_path / "source")
     (source / "file").write_text("x")
@@ -127,8 +125,8 @@ def test_disk_copy_fails_if_the_disk_is_too_full_for_an_attribute(tmp_path: Path
 
 @alone
 def test_disk_copy_reports_files_whose_attributes_cannot_be_listed(tmp_path: Path) -> None:
-    """The kernel returns at most 64 KiB of attribute names, but a file on tmpfs can have more. The file is then copied
-    without its attributes.
+    """The kernel returns at most 64 KiB of attribute names, but a file on tmpfs can have more. Such a file must be
+    copied without its attributes.
     """
     source, target = mount_tmpfs(tmp_path / "source"), mount_tmpfs(tmp_path / "target")
     (source / "file").write_text("x")

@@ -106,7 +106,7 @@ async def resize(instance: InstanceWithVolumes, between: Callable[[], None], *, 
 
 
 def nothing(_: InstanceWithVolumes) -> None:
-    """Leave the container as it is, as under Warden, which attaches disks live."""
+    """Do nothing to the container, as under Warden, which attaches disks live."""
 
 
 @KINDS
@@ -170,9 +170,10 @@ async def test_disk_resize_works_as_an_ordinary_user(tmp_path: Path) -> None:
 
 
 def test_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None:
-    """A provisioner may have created the volume with a mode that denies access to the users of jobs.
+    """The provisioner may have created the volume with a mode that denies access to the users of jobs, so the agent
+    must change the mode.
 
-    The agent changes the mode only once, so a job can restrict it later.
+    It must do so only once, so that a job can restrict the mode later.
     """
     volume = tmp_path / "volume"
     volume.mkdir(mode=0o750)
@@ -197,9 +198,9 @@ async def test_plain_directory_is_not_accepted_as_a_volume(instance: InstanceWit
 
 
 def of_the_node(scratch: Path, *, bind: bool) -> tuple[InstanceWithVolumes, Path]:
-    """Return an instance, and the directory of the node on which disk ``a`` will be mounted.
+    """Return an instance, and the node's directory on which a CPI will mount disk ``a``.
 
-    The instance sees this directory until the CPI has finished a live attachment.
+    Until the CPI has finished attaching the disk live, the instance sees this directory instead of the disk.
     """
     instance = InstanceWithVolumes(scratch, bind=bind, system=True)
     on_node = mount_tmpfs(scratch / "node/disks") / "a"
@@ -212,8 +213,8 @@ def of_the_node(scratch: Path, *, bind: bool) -> tuple[InstanceWithVolumes, Path
 @pytest.mark.parametrize("bind", [True, False])
 @alone
 async def test_plain_directory_below_a_mount_is_not_accepted_as_a_volume(tmp_path: Path, bind: bool) -> None:
-    """While a CPI attaches a disk to a running VM, the instance sees such a directory after mkdir and before mount.
-    Files written to it would stay on the node.
+    """While a CPI attaches a disk to a running VM, the instance sees the plain directory between mkdir and mount. Files
+    written to it would stay on the node.
     """
     instance, on_node = of_the_node(tmp_path, bind=bind)
 
@@ -235,8 +236,8 @@ async def test_plain_directory_below_a_mount_is_not_accepted_as_a_volume(tmp_pat
 @pytest.mark.parametrize("bind", [True, False])
 @alone
 async def test_disk_whose_mount_disappeared_is_reported_as_missing(tmp_path: Path, bind: bool) -> None:
-    """When the mount disappears, the node's directory below it becomes visible. No job may be started with this
-    directory.
+    """When the mount disappears, the node's directory below it becomes visible. No job must be started while the store
+    shows that directory.
     """
     instance, on_node = of_the_node(tmp_path, bind=bind)
     mount_tmpfs(on_node)
@@ -253,7 +254,7 @@ async def test_disk_whose_mount_disappeared_is_reported_as_missing(tmp_path: Pat
 
 @alone
 async def test_disk_links_point_only_to_mounted_directories(tmp_path: Path) -> None:
-    """Dynamic and named disks get their links only after something is mounted at the target."""
+    """Dynamic and named disks must get their links only once something is mounted at the target."""
     instance, on_node = of_the_node(tmp_path, bind=True)
     instance.paths.dynamic_disks.mkdir()
     wanted = [DiskAssociation(cid="a", name="data")]
@@ -369,8 +370,8 @@ async def test_disk_mounted_by_a_manifest_can_be_migrated(instance: InstanceWith
 
 @by("mounts")
 async def test_disk_swap_interrupted_over_a_mount_of_the_manifest_is_completed(instance: InstanceWithVolumes) -> None:
-    """The agent was killed after the copy, before it mounted the new disk at the store. The test writes the markers as
-    they were at that moment.
+    """The agent was killed after it had copied the files, but before it mounted the new disk at the store. The test
+    writes the markers as they were at that moment.
     """
     for cid in "ab":
         instance.attach(cid)
@@ -389,10 +390,10 @@ async def test_disk_swap_interrupted_over_a_mount_of_the_manifest_is_completed(i
 @pytest.mark.parametrize("read_only", [False, True])
 @alone
 async def test_volume_also_mounted_by_the_manifest_is_reported_as_unmounted(tmp_path: Path, read_only: bool) -> None:
-    """The manifest mounts the volume at the store as well as at the path in the disk's hint, and the container may not
+    """The manifest mounts the volume both at the store and at the path in the disk's hint, and the container may not
     unmount it.
 
-    The agent records in the disk's marker that the Director has unmounted the disk.
+    The agent must record in the disk's marker that the Director has unmounted the disk.
     """
     instance = InstanceWithVolumes(tmp_path, bind=False)
     instance.attach("a", mount_tmpfs)
@@ -457,7 +458,7 @@ For a long and thorough run, set them to 50, 10000 and 2147483648.
 
 
 def in_a_process(instance: InstanceWithVolumes, *cids: str) -> int:
-    """Fork an agent that migrates a disk and exits. Return its pid."""
+    """Fork a process in which an agent migrates a disk and exits. Return the process's pid."""
     pid = os.fork()
     if pid == 0:
         instance.start_agent()
@@ -479,8 +480,8 @@ async def what_is_left(instance: InstanceWithVolumes) -> list[str]:
 def test_agent_killed_during_a_migration_loses_no_file(
     tmp_path: Path, way: Callable[[Path], InstanceWithVolumes]
 ) -> None:
-    """Files are migrated back and forth between two disks. The first migrations are killed at random times, and the
-    next agent must find all files.
+    """Files are migrated back and forth between two disks. The first migrations are killed at random times, after which
+    the next agent must find all files.
     """
     instance = way(tmp_path)
     instance.copy = None

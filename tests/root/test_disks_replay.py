@@ -1,5 +1,5 @@
-"""A Director's disk requests for a recreated VM and for a resize were recorded with the Go agent. This agent gives the
-same replies.
+"""Replays a Director's disk requests for a recreated VM and for a resize, which were recorded with the Go agent. This
+agent must give the same replies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def attach(point: Path) -> None:
 
 
 async def ask(instance: InstanceWithVolumes, step: RecordedRequest) -> Any:
-    """Call the action that was requested, with its arguments. Hints are replaced with volumes of this test."""
+    """Run the action of a recorded request with its arguments. Disk hints are replaced with volumes of this test."""
     volumes = instance.scratch / "volumes of others"
     arguments = json.loads(json.dumps(step.arguments).replace('"/dev/', f'"{volumes}/'))
     action = ACTIONS[step.method]

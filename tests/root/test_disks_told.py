@@ -31,7 +31,7 @@ def status(pod: PodInstance) -> dict[str, Any]:
 
 
 async def metric(pod: PodInstance, name: str) -> float | None:
-    """Return a value from the metrics page, or None if it is missing. The page is cached for a second."""
+    """Return a value from the metrics page, or None if it is missing. The agent caches the page for a second."""
 
     def read() -> str:
         with urllib.request.urlopen(f"http://{pod.http}/metrics", timeout=10) as page:
@@ -80,8 +80,8 @@ async def test_migration_progress_is_shown_in_status_and_metrics(pod: PodInstanc
 async def test_vitals_include_the_persistent_disk_while_it_is_mounted(
     pod: PodInstance, prefix: tuple[str, ...]
 ) -> None:
-    """Vitals always contain the system and ephemeral disks too. All percentages, for space and for inodes, are
-    strings.
+    """The system disk and the ephemeral disk must always be included. All percentages, for space and for inodes, must
+    be strings.
     """
     pod.prefix = prefix
     pod.attach("disk-1")
@@ -99,8 +99,8 @@ async def test_vitals_include_the_persistent_disk_while_it_is_mounted(
 
 
 async def test_vitals_include_a_volume_that_only_the_manifest_mounts(pod: PodInstance) -> None:
-    """A manifest mounts the volume at the store. The Director has never requested it, and the agent must not write to
-    it.
+    """A manifest mounts the volume at the store, but the Director has never requested it. The agent must report the
+    volume without writing to it.
     """
     (pod.scratch / "volume").mkdir()
     pod.seen["/var/vcap/store"] = pod.scratch / "volume"
@@ -113,7 +113,7 @@ async def test_vitals_include_a_volume_that_only_the_manifest_mounts(pod: PodIns
 
 
 async def test_start_is_refused_while_the_disk_is_missing(pod: PodInstance) -> None:
-    """The error and ``status`` give the reason, and no process of a job is running."""
+    """The error and ``status`` must give the reason, and no job process may be running."""
     pod.attach("disk-1")
     await pod.start()
     await pod.run("mount_disk", "disk-1")
@@ -171,8 +171,8 @@ async def test_disk_marker_forged_by_vcap_is_ignored(pod: PodInstance) -> None:
     ],
 )
 async def test_wrong_disk_marker_prevents_the_start_of_jobs(pod: PodInstance, wrong: Marker, reason: str) -> None:
-    """A job that runs as root can forge any marker. The agent then does not mount the disk, and starts no job, because
-    jobs would write to the container's own file system.
+    """A job that runs as root can forge any marker. The agent must then not mount the disk, and must start no job,
+    because jobs would write to the container's own file system.
     """
     await with_a_job_on_its_disk(pod)
     markers.write(pod.volume("disk-1"), wrong)

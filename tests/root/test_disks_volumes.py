@@ -1,4 +1,4 @@
-"""Volumes that are bind-mounted or linked at a second path. The tests mount in a private namespace, so other processes
+"""Volumes that are bind-mounted or linked at a second path. The tests use a private mount namespace, so other processes
 do not see the mounts.
 """
 
@@ -206,7 +206,7 @@ def test_processes_that_keep_a_mount_busy_are_named(tmp_path: Path, how: str, te
 
 @alone
 def test_mount_holders_do_not_include_the_agent_itself(tmp_path: Path) -> None:
-    """While the agent copies files of a volume, it has them open itself. It must not name itself as a process that
+    """While the agent copies files of a volume, it has them open itself. It must not report itself as a process that
     keeps the volume busy.
     """
     volume = mount_tmpfs(tmp_path / "volume")
@@ -216,8 +216,8 @@ def test_mount_holders_do_not_include_the_agent_itself(tmp_path: Path) -> None:
 
 @alone
 def test_mount_holders_exclude_users_of_the_same_path_on_another_device(tmp_path: Path) -> None:
-    """In the host's PID namespace, the agent sees processes of other pods, which use the same path for another disk.
-    They must not count as users of this disk.
+    """In the host's PID namespace, the agent sees processes of other pods that use the same path for another disk. They
+    must not count as users of this disk.
     """
     volume, store = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
     other = mount_tmpfs(tmp_path / "other")
@@ -250,9 +250,10 @@ def test_loop_device_that_keeps_a_mount_busy_is_named(tmp_path: Path) -> None:
 
 
 def test_loop_device_with_an_undecodable_name_is_tolerated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every container sees all loop devices of its node.
+    """A loop device's backing file can have a name that is not valid UTF-8, and every container sees all loop devices
+    of its node.
 
-    A single loop device whose backing file had such a name used to prevent every unmount.
+    A single loop device with such a name used to prevent every unmount.
     """
     shown = tmp_path / "block/loop0/loop/backing_file"
     shown.parent.mkdir(parents=True)
@@ -266,8 +267,8 @@ def test_loop_device_with_an_undecodable_name_is_tolerated(tmp_path: Path, monke
 
 @alone
 def test_deep_directory_tree_of_an_image_layer_is_removed(tmp_path: Path) -> None:
-    """Such a tree must be removed where it is, because it cannot be renamed first (EXDEV). A job can nest thousands of
-    directories in it.
+    """On overlayfs, a tree from an image layer cannot be renamed before it is removed (EXDEV), so it must be removed in
+    place. A job can nest thousands of directories in it.
     """
     layers = mount_tmpfs(tmp_path / "layers")
     (layers / "lower/jobs/web/bin").mkdir(parents=True)

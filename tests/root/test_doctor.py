@@ -89,8 +89,8 @@ def test_doctor_reports_missing_write_access_of_vcap(box: Machine) -> None:
 
 @pytest.mark.attack("a job listens on the port for metrics or sshd")
 def test_doctor_reports_another_process_on_the_agents_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent runs without its metrics port if another process has it. The doctor used to report this process as the
-    agent.
+    """If another process has the metrics port, the agent runs without it. The doctor used to mistake that process for
+    the agent.
     """
     thief = subprocess.Popen(
         ["setpriv", "--reuid=65534", "--clear-groups", sys.executable, "-c", THIEF], stdin=PIPE, stdout=PIPE, text=True

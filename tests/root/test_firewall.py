@@ -64,7 +64,7 @@ class Netted(PodInstance):
     proxy: Proxy
 
     def may_connect(self, prefix: str = "") -> bool:
-        """Return True if a program with this command prefix can connect to the bus."""
+        """Return True if a program that runs with this command prefix can connect to the bus."""
         at = urlsplit(self.url)
         code = f"import socket; socket.create_connection(({at.hostname!r}, {at.port}), 5)"
         done = self.machine.popen([*prefix.split(), sys.executable, "-c", code], stderr=subprocess.PIPE)
@@ -73,9 +73,10 @@ class Netted(PodInstance):
         return done.returncode == 0
 
     async def firewall(self, **wanted: Any) -> dict[str, Any]:
-        """Wait until the agent's report contains ``wanted`` and the address of the bus, and return it.
+        """Wait until the agent's report about the packet filter contains ``wanted`` and the address of the bus. Return
+        the report.
 
-        The request runs in a thread, because this event loop also runs the proxy. If the loop were blocked, the agent
+        The request runs in a thread, because the proxy runs in this event loop. If the loop were blocked, the agent
         would lose its connection.
         """
         command = f"{sys.executable} -m agent_shim.cli status --json"
@@ -110,7 +111,7 @@ async def pod(tmp_path: Path) -> AsyncIterator[Netted]:
 
 @pytest.mark.attack("a job connects to the bus")
 async def test_packet_filter_blocks_jobs_from_the_bus_but_not_root(pod: Netted) -> None:
-    """The rules do not interrupt the agent's own connection."""
+    """The agent's own connection must not be interrupted when the rules are installed."""
     pod.start_container()
     assert pod.may_connect(VCAP)
 
@@ -126,8 +127,8 @@ async def test_packet_filter_blocks_jobs_from_the_bus_but_not_root(pod: Netted) 
 
 
 async def test_boot_and_doctor_cause_no_errors_in_the_bus_servers_log(pod: Netted) -> None:
-    """When the agent tests whether its rules work, its test connections must complete the handshake. Otherwise, the
-    server would log an error for each test connection of every VM.
+    """The agent opens connections to test whether its rules work. These must complete the handshake, because otherwise
+    the server would log an error for each of them, from every VM.
     """
     pod.start_container()
     await pod.start_agent()
@@ -141,8 +142,8 @@ async def test_boot_and_doctor_cause_no_errors_in_the_bus_servers_log(pod: Nette
 
 @pytest.mark.attack("root in a container removes the packet filter rules")
 async def test_packet_filter_rules_are_restored_and_outlive_the_agent(pod: Netted) -> None:
-    """If root in the container deletes the rules, the agent restores them when it reconnects to the bus, or within a
-    minute if it stays connected.
+    """If root in the container deletes the rules, the agent must restore them when it reconnects to the bus, or within
+    a minute if it stays connected.
     """
     await pod.start()
     await pod.firewall(enforced=True)
@@ -171,7 +172,7 @@ async def test_handback_removes_only_the_agents_packet_filter_rules(pod: Netted)
 
 
 async def test_disabled_packet_filter_has_no_rules(pod: Netted) -> None:
-    """Operators with their own rules can switch the packet filter off."""
+    """Operators who have their own rules can switch the packet filter off."""
     pod.shim = {"firewall": False}
     await pod.start()
 
@@ -180,7 +181,7 @@ async def test_disabled_packet_filter_has_no_rules(pod: Netted) -> None:
 
 
 async def test_agent_without_packet_filter_privilege_reports_it_and_continues(pod: Netted) -> None:
-    """Most pods lack CAP_NET_ADMIN. There the agent works without rules, and its status says why."""
+    """Most pods lack CAP_NET_ADMIN. The agent must then work without rules, and its status must say why."""
     pod.prefix = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-all"]
     await pod.start()
 
@@ -191,10 +192,10 @@ async def test_agent_without_packet_filter_privilege_reports_it_and_continues(po
 
 
 async def test_packet_filter_does_not_cut_off_an_agent_behind_a_proxy(pod: Netted) -> None:
-    """The sidecar of a service mesh redirects the agent's packets and sends them as another user, whom the rules would
+    """A service mesh's sidecar redirects the agent's packets and sends them as another user, whom the rules would
     block.
 
-    The agent notices that and removes its rules.
+    The agent must notice that and remove its rules.
     """
     pod.start_container()
     at = urlsplit(pod.url)

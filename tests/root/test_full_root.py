@@ -61,8 +61,8 @@ def make_read_only(place: Path) -> None:
 
 
 async def test_agent_starts_on_a_full_root_file_system(instance: RunningAgent, mounted: Callable[[str], Path]) -> None:
-    """The agent answers even while the file system is full. Once there is space again, it writes the stamp by which the
-    next agent recognizes the container, so the next agent does not start the jobs again.
+    """The agent must answer even while the file system is full. Once there is space again, it must write the stamp by
+    which the next agent recognizes the container, because that agent would otherwise start the jobs again.
     """
     root, data = mounted(""), mounted("data")
     await instance.start_agent()
@@ -94,7 +94,7 @@ async def test_agent_starts_on_a_full_root_file_system(instance: RunningAgent, m
 async def test_stop_survives_a_restart_although_data_is_full_or_read_only(
     instance: RunningAgent, mounted: Callable[[str], Path], fault: Callable[[Path], None]
 ) -> None:
-    """The jobs stay stopped during the fault and after it. A start is refused while the fault lasts."""
+    """The jobs must stay stopped during the fault and after it. While it lasts, a start must be refused."""
     data = mounted("data")
     pids = await instance.deploy(1)
     fault(data)

@@ -1,4 +1,4 @@
-"""The real Go agent with Debian's monit, before and after this agent. Run with ``./dev test-go-agent BINARY``.
+"""Takeovers between the real Go agent with Debian's monit and this agent. Run with ``./dev test-go-agent BINARY``.
 
 The Go agent's test platform does not change the machine. It expects monit at 127.0.0.1:2822, so this port must be free
 and no other test may run at the same time.
@@ -82,7 +82,7 @@ async def ready(pod: PodInstance) -> None:
 
 
 async def deploy(pod: PodInstance) -> dict[str, Any]:
-    """Deploy three jobs that record each of their starts, and return the state once they run."""
+    """Deploy three jobs that record each of their starts. Return the state once they run."""
     files = {name: {"monit": jobs.sleeper(Paths(), name)["monit"], "bin/ctl": CTL.format(name=name)} for name in NAMES}
     spec = jobs.spec(pod.scratch / "blobs", files, {"tool": {"bin/tool": "x"}})
     reloading = asyncio.create_task(reload_when_asked(pod))
@@ -97,8 +97,8 @@ async def deploy(pod: PodInstance) -> dict[str, Any]:
 
 
 async def reload_when_asked(pod: PodInstance) -> None:
-    """Restart monit whenever the Go agent asks for that. Normally a service manager does it, but the Go agent's test
-    platform has none.
+    """Restart monit whenever the Go agent asks for a reload. Normally a service manager restarts monit, but the Go
+    agent's test platform has none.
     """
     log, seen = pod.scratch / "go.log", 0
     while True:
@@ -110,7 +110,7 @@ async def reload_when_asked(pod: PodInstance) -> None:
 
 
 async def running(pod: PodInstance, seconds: float = 60) -> dict[str, Any]:
-    """Wait until all jobs are running, for which monit needs a few cycles, and return the state."""
+    """Wait until all jobs are running, which takes monit a few cycles. Return the state."""
     async with asyncio.timeout(seconds):
         while True:
             try:
@@ -123,10 +123,10 @@ async def running(pod: PodInstance, seconds: float = 60) -> dict[str, Any]:
 
 
 async def keep_credentials(pod: PodInstance) -> None:
-    """Send update_settings as a Director does to rotate the credentials of a new instance, but with the credentials
-    that are in use.
+    """Send update_settings as a Director does to rotate a new instance's credentials, but with the credentials that it
+    already has.
 
-    This must be done while our agent is running. The Go agent would exit and rely on its service manager to restart it.
+    Call this only while our agent is running. The Go agent would exit and rely on its service manager to restart it.
     """
     settings = json.loads((pod.machine.vcap / "bosh/warden-cpi-agent-env.json").read_text())
     mbus = settings["env"]["bosh"]["mbus"]
@@ -134,7 +134,9 @@ async def keep_credentials(pod: PodInstance) -> None:
 
 
 async def test_jobs_of_this_agent_continue_under_the_go_agent(pod: PodInstance) -> None:
-    """The Go agent reports the jobs as running and stops them. At the next takeover, this agent finds them stopped."""
+    """The Go agent must report the jobs as running, and stop them. When this agent takes over again, it must find them
+    stopped.
+    """
     with this_agent(pod):
         await ready(pod)
         ours = await deploy(pod)
@@ -161,7 +163,9 @@ async def test_jobs_of_this_agent_continue_under_the_go_agent(pod: PodInstance) 
 
 
 async def test_jobs_of_the_go_agent_keep_running_through_two_takeovers_and_handbacks(pod: PodInstance) -> None:
-    """Supervision changes four times between monit and this agent. All processes are still those that monit started."""
+    """Supervision passes back and forth twice between monit and this agent. At the end, all processes must still be
+    those that monit started.
+    """
     with go_agent_and_monit(pod):
         await ready(pod)
         theirs = await deploy(pod)

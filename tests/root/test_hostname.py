@@ -1,4 +1,4 @@
-"""The container's host name, with and without a UTS namespace for the agent."""
+"""The container's host name, when the agent has its own UTS namespace and when it has not."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ LONG = "x" * 65
 
 
 def say(made: Machine, before: str, expression: str) -> list[str]:
-    """Evaluate ``expression`` in a new UTS namespace. Return its value, and the host name in the namespace
-    afterwards.
-    """
+    """Evaluate ``expression`` in a new UTS namespace. Return its value and the namespace's host name afterwards."""
     code = f"import socket; from agent_shim.host import hostname; print({expression}); print(socket.gethostname())"
     inside = f"hostname {RUNTIME}; {before}; cd {CODE}; exec {sys.executable} -c {shlex.quote(code)}"
     return made.run(f"echo {RUNTIME} >/etc/hostname; unshare --uts sh -c {shlex.quote(inside)}").splitlines()
@@ -47,7 +45,7 @@ def test_agent_sets_a_valid_host_name_unless_the_runtime_owns_it(
 
 
 def test_agent_does_not_change_the_host_name_of_the_machine(tmp_path: Path) -> None:
-    """Without its own UTS namespace, the agent would change the name for every other program on the machine."""
+    """The agent has no UTS namespace of its own here, so it would change the name for every program on the machine."""
     with machine(tmp_path) as made:
         told = made.run(
             f"cd {CODE}; {sys.executable} -c 'from agent_shim.host import hostname; print(hostname.owner())'"

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.root
 
 
 def test_cgroup_probe_leaves_no_cgroup_behind() -> None:
-    """A remaining cgroup would make the next probe of the same process fail."""
+    """If the probe left a cgroup, the next probe by the same process would fail."""
     job_cgroups.offered()
 
     assert [

@@ -24,9 +24,9 @@ WITHOUT_MOUNTS = ("setpriv", "--bounding-set=-sys_admin", "--")
 
 
 def writer(name: str) -> dict[str, str | bytes]:
-    """Return a job that writes a line to the persistent disk in its pre-start and at each start.
+    """Return a job that writes a line to the persistent disk in its pre-start and each time it is started.
 
-    The pre-start also creates a file in /etc, which is missing in a new container.
+    The pre-start also creates a file in /etc, which a new container lacks.
     """
     files = jobs.sleeper(Paths(), name)
     ctl = files["bin/ctl"].replace("start)", f"start) echo {name} >>/var/vcap/store/events;")
@@ -40,7 +40,7 @@ async def deploy(pod: PodInstance, *names: str) -> dict[str, Any]:
 
 
 def events(pod: PodInstance, cid: str = "disk-1") -> list[str]:
-    """Return the lines that the jobs have written to the disk since the last call."""
+    """Return the lines that the jobs have written to the disk since the last call, and delete them."""
     path = pod.volume(cid) / "events"
     lines = path.read_text().splitlines() if path.exists() else []
     path.write_text("")
@@ -49,7 +49,7 @@ def events(pod: PodInstance, cid: str = "disk-1") -> list[str]:
 
 async def test_first_ping_is_answered_before_boot_steps_that_the_bus_does_not_need(pod: PodInstance) -> None:
     """In a new container, the agent installs CA certificates with a command that takes most of a second. In this test
-    the command never exits, but the agent must answer nevertheless.
+    the command never exits, and the agent must answer pings anyway.
     """
     pod.start_container()
     pod.machine.write("/mnt/for-ever", "", mode=0o755)
@@ -74,9 +74,9 @@ async def with_a_disk(pod: PodInstance) -> None:
 
 @pytest.mark.parametrize("prefix", [(), WITHOUT_MOUNTS], ids=["by mount", "by link"])
 async def test_container_restart_restores_disk_and_jobs(pod: PodInstance, prefix: tuple[str, ...]) -> None:
-    """The boot mounts the disk, runs pre-start and starts the jobs, in this order.
+    """The boot must mount the disk, run pre-start and start the jobs, in this order.
 
-    It also restores users and host names, and removes stale files from the run directory.
+    It must also restore users and host names, and remove stale files from the run directory.
     """
     pod.prefix = prefix
     await with_a_disk(pod)
@@ -106,8 +106,8 @@ async def test_container_restart_restores_disk_and_jobs(pod: PodInstance, prefix
 
 
 async def test_reboot_with_the_same_root_file_system_starts_jobs_without_pre_start(pod: PodInstance) -> None:
-    """As after the reboot of a VM, the run directory is emptied and the disk mounted before the jobs start. pre-start
-    does not run because its changes to the root file system still exist.
+    """As after the reboot of a VM, the run directory is emptied, and the disk is mounted before the jobs start.
+    pre-start must not run, because its changes to the root file system still exist.
     """
     pod.keeps_root = True
     await with_a_disk(pod)
@@ -145,7 +145,7 @@ async def test_recreated_vm_mounts_its_disk_but_starts_no_job_until_an_apply(pod
 
 
 async def test_jobs_wait_for_a_disk_that_appears_late(pod: PodInstance) -> None:
-    """Until the disk appears, no job runs and the instance is failing."""
+    """Until the disk appears, no job must run, and the instance must be reported as failing."""
     await with_a_disk(pod)
     await deploy(pod, "web")
     events(pod)
@@ -197,10 +197,10 @@ async def test_second_container_does_not_mount_a_disk_that_the_first_still_uses(
 
 
 async def test_job_files_lost_with_a_tmpfs_are_reported_as_missing(pod: PodInstance) -> None:
-    """With ``env.bosh.job_dir.tmpfs``, no disk contains the jobs' files. After the container has been restarted, the
-    Director must therefore apply the spec again.
+    """With ``env.bosh.job_dir.tmpfs``, the jobs' files are on no disk, so they are lost when the container is
+    restarted. The Director must then apply the spec again.
 
-    If only the agent is restarted, the files are still there and the processes keep running.
+    If only the agent is restarted, the files must still be there and the processes must keep running.
     """
     pod.env = {"job_dir": {"tmpfs": True, "tmpfs_size": "20m"}, "run_dir": {"tmpfs": True}}
     await with_a_disk(pod)
@@ -230,7 +230,9 @@ async def test_job_files_lost_with_a_tmpfs_are_reported_as_missing(pod: PodInsta
 
 
 def in_memory(pod: PodInstance) -> list[str]:
-    """Return each mount below ``data`` with its file system type. Stacked mounts appear several times."""
+    """Return each mount below ``data`` with its file system type. If mounts are stacked, the path appears several
+    times.
+    """
     return sorted(pod.machine.run("findmnt -rno TARGET,FSTYPE | grep ^/var/vcap/data/").splitlines())
 
 
@@ -238,8 +240,8 @@ SECRET = "not-to-be-found-on-a-disk"
 
 
 async def test_settings_kept_in_memory_are_not_written_to_disk(pod: PodInstance) -> None:
-    """With ``env.bosh.agent.settings.tmpfs``, there are no credentials in the agent's directory or in the copy on the
-    data volume.
+    """With ``env.bosh.agent.settings.tmpfs``, neither the agent's directory nor its copy on the data volume may contain
+    credentials.
     """
     pod.env = {"agent": {"settings": {"tmpfs": True}}}
     await with_a_disk(pod)
@@ -265,11 +267,10 @@ IN_MEMORY = {"job_dir": {"tmpfs": True}, "run_dir": {"tmpfs": True}}
 
 @pytest.mark.parametrize("why", ["the container may not mount", "the manifest mounts them"])
 async def test_jobs_restart_if_memory_directories_are_ordinary_ones(pod: PodInstance, why: str) -> None:
-    """If the container may not mount, the agent logs at boot that it skipped the mounts of ``job_dir.tmpfs`` and
-    ``run_dir.tmpfs``.
+    """If the container may not mount, the agent must log at boot that it skipped the mounts of ``job_dir.tmpfs`` and
+    ``run_dir.tmpfs``. If a manifest mounts these directories, the agent must use them as they are.
 
-    If a manifest mounts these directories, the agent uses them as they are. In both cases, the jobs' files survive a
-    restart.
+    In both cases, the jobs' files survive a restart.
     """
     pod.env = IN_MEMORY
     is_refused = why == "the container may not mount"

@@ -17,7 +17,8 @@ from tests.support.source import ROOT
 pytestmark = pytest.mark.root
 
 USER = 54_321
-"""The uid of a user who has no other processes, because the limit applies to all processes of a user together."""
+"""The uid of a user without other processes, because the limit applies to all of a user's processes together.
+"""
 PROCESSES = 120
 
 KILL = """
@@ -44,8 +45,8 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def storm() -> Iterator[Path]:
-    """Compile the program that forks and provide its path. Other users can enter its directory, unlike the directories
-    of pytest.
+    """Compile the program that forks, and provide its path. It is in a directory that other users can enter, which they
+    could not in pytest's directories.
     """
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:

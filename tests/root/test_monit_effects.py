@@ -1,4 +1,5 @@
-"""When a checked resource changes, the supervisor and monit 5.2.5 report the same states and run the same programs.
+"""Compares the supervisor with monit 5.2.5: when a checked resource changes, both must report the same states and run
+the same programs.
 
 ``MONIT_525`` is the path of monit 5.2.5, which on stemcells is ``/var/vcap/bosh/bin/monit-actual``. Without this
 variable, the tests are skipped.
@@ -34,7 +35,7 @@ needs_monit = pytest.mark.skipif(not MONIT, reason="no monit 5.2.5: set MONIT_52
 
 
 Bits = dict[str | None, tuple[str | None, ...]]
-"""The values in the XML status, by service, from which the Go agent derives the state of the service."""
+"""For each service, the values in the XML status from which the Go agent derives the service's state."""
 
 
 def figures(document: str) -> Bits:
@@ -44,10 +45,10 @@ def figures(document: str) -> Bits:
 
 
 class Side:
-    """One of the two programs, monit or the supervisor. It has a directory with the checked files and functions that
-    return its reports.
+    """One of the two programs, monit or the supervisor, with its own directory of checked files.
 
-    ``words`` returns the state of each service as ``monit summary`` shows it.
+    ``words`` returns the state of each service as ``monit summary`` shows it. ``bits`` returns the values in the XML
+    status.
     """
 
     def __init__(self, where: Path, words: Callable[[], dict[str, str]], bits: Callable[[], Bits]) -> None:
@@ -62,7 +63,7 @@ class Side:
 
 @contextlib.asynccontextmanager
 async def both(tmp_path: Path, text: str) -> AsyncIterator[tuple[Side, Side]]:
-    """Run monit and a supervisor with the same monit file. In the file, ``DIR`` stands for the program's own
+    """Run monit and a supervisor with the same monit file, in which ``DIR`` is replaced with each program's own
     directory.
     """
     theirs, ours = tmp_path / "monit", tmp_path / "w"
@@ -179,8 +180,8 @@ async def test_file_checks_give_the_same_results_as_monit(tmp_path: Path) -> Non
 
 @needs_monit
 async def test_change_checks_run_programs_as_monit_does(tmp_path: Path) -> None:
-    """If a timestamp changes, the program runs once. If a line matches a pattern, the service is failing for one
-    cycle.
+    """If a timestamp changes, the program must run once. If a line matches a pattern, the service must be failing for
+    one cycle.
     """
     text = f"""
     check file size with path DIR/size

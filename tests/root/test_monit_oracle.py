@@ -1,4 +1,4 @@
-"""Our parser accepts the same files as the monit of the Linux distribution, which is newer than the 5.2.5 on stemcells.
+"""Our parser must accept the same files as the Linux distribution's monit, which is newer than the 5.2.5 on stemcells.
 
 The test files contain only syntax that both versions treat in the same way.
 """
@@ -40,7 +40,7 @@ OPTIONS = (
     "if 3 restarts within 5 cycles then timeout",
     "if 1 restart within 2 cycles then exec '/bin/true'",
 )
-"""Statements that are valid in almost all kinds of checks."""
+"""Statements that are valid in almost every kind of check."""
 
 TESTS = {
     "process": (
@@ -191,7 +191,7 @@ def ours(text: str) -> str:
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Callable[[str], str]:
-    """Provide a function that returns monit's error for a file, or "" if monit accepts it."""
+    """Provide a function that returns monit's error for a file, or "" if monit accepts the file."""
     monit = shutil.which("monit")
     assert monit, "no monit to compare with: apt-get install monit"
     control = tmp_path / "monitrc"
@@ -208,7 +208,7 @@ def theirs(tmp_path: Path) -> Callable[[str], str]:
 
 
 def test_parser_rejects_the_same_files_as_monit(theirs: Callable[[str], str]) -> None:
-    """Both parsers get many random files, of which about a third have a mistake."""
+    """Both parsers get many random files, about a third of which contain a mistake."""
     numbers = random.Random(SEED)
     refused = 0
     for text in (spelled(numbers) for _ in range(FILES)):

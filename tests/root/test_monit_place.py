@@ -1,9 +1,9 @@
-"""An unmodified Go agent runs the same deployment once with monit 5.2.5 and once with this supervisor in place of
-monit.
+"""An unmodified Go agent runs the same deployment once with monit 5.2.5 and once with this supervisor in monit's place.
 
 Run with ``MONIT_525=… ./dev test-monit-place BINARY``. Each machine has its own network, so each supervisor can listen
-on monit's port. The Go agent's test platform does not change the machine and has no password for monit. The test
-replaces runit: a loop restarts monit whenever it exits, and a task kills monit when the Go agent waits for a reload.
+on monit's port. The Go agent runs with its test platform, which does not change the machine and has no password for
+monit. The test stands in for runit: a loop restarts monit whenever it exits, and a task kills monit when the Go agent
+waits for a reload.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ KINDS: Final = {
     "agent-shim and the command of monit": (f"{OURS} monit -I {FLAGS}", THEIRS),
     "monit 5.2.5": (f"/mnt/monit -I {FLAGS}", THEIRS),
 }
-"""The supervisor's command, and the client that the Go agent and operators call as ``monit``."""
+"""For each way to supervise: the supervisor's command, and the client that the Go agent and operators call as
+``monit``.
+"""
 KEEPER: Final = """
 cd /
 while :; do
@@ -155,8 +157,8 @@ async def place(netted: Netted, request: pytest.FixtureRequest) -> AsyncIterator
 
 
 async def test_monit_daemon_serves_the_go_agent_through_a_deployment(place: SupervisedMachine) -> None:
-    """The deployment consists of an apply, a start, a killed process with its alert, a stop, and a start with one job
-    fewer. The test prints how long each step took.
+    """The deployment consists of an apply, a start, a killed process with its alert, a stop, and a second start with
+    one job less. The test prints how long each step took.
     """
     pod, monitor, figures = place.pod, HealthMonitor(), place.figures
     await pod.director.wait_until_ready(AGENT, timeout=90)
@@ -210,7 +212,7 @@ async def test_monit_daemon_serves_the_go_agent_through_a_deployment(place: Supe
 
 
 BPM: Final = os.environ.get("BPM", "")
-"""Path of a directory with bpm, runc and tini, as in the bpm release's package."""
+"""Directory with bpm, runc and tini from the bpm release's package."""
 BPM_JOBS: Final = {
     "bpm": {"monit": "", "bin/bpm": '#!/bin/sh\nexec /var/vcap/packages/bpm/bin/bpm "$@"\n'},
     "web": {
@@ -226,9 +228,9 @@ BPM_JOBS: Final = {
 
 @pytest.mark.skipif(not BPM, reason="no bpm: set BPM to a directory with bpm, runc and tini")
 async def test_real_bpm_and_runc_work_under_the_monit_daemon(place: SupervisedMachine) -> None:
-    """When the supervisor is killed and restarted, the pidfile and the cgroup of a process stay the same.
+    """When the supervisor is killed and restarted, the pidfile and the cgroup of a process must stay the same.
 
-    A process that is killed gets a new container. After a stop, no container is left.
+    A process that is killed must get a new container. After a stop, no container may be left.
     """
     pod = place.pod
     pidfile = pod.vcap / "data/sys/run/bpm/web/web.pid"

@@ -1,7 +1,8 @@
-"""The job of ``agent-shim-monit-release`` replaces a stemcell's monit and restores it, while 50 processes keep running.
+"""The job of ``agent-shim-monit-release`` replaces a stemcell's monit and later restores it, while 50 processes keep
+running.
 
-``MONIT_525`` is the path of monit 5.2.5. A newer version cannot be used, because the format of its state file is
-different. In place of the release's package, which takes minutes to build, the job uses this checkout.
+``MONIT_525`` is the path of monit 5.2.5. A newer version cannot be used, because its state file has a different format.
+The job uses this checkout instead of the release's package, which takes minutes to build.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ KILLED: Final = """#!/bin/bash
 set -T
 trap '[ $((++steps)) -lt {step} ] || kill -9 $$' DEBUG
 """
-"""Code that is prepended to a script, so that the script kills itself before its ``step``-th command."""
+"""Code that is put in front of a script to make it kill itself before its ``step``-th command."""
 NEVER: Final = 1 << 30
 
 
 class MonitVm:
-    """A VM with monit 5.2.5, a loop that restarts it like runsv, and the release's job, whose pre-start has not run
-    yet.
+    """A VM with monit 5.2.5, a loop that restarts monit like runsv, and the release's job. The job's pre-start has not
+    run yet.
     """
 
     def __init__(self, made: Machine) -> None:
@@ -121,13 +122,13 @@ class MonitVm:
         (self.vcap / "jobs/agent_shim_monit").symlink_to("/var/vcap/data/jobs/agent_shim_monit/digest")
 
     def remove(self) -> None:
-        """Remove the job and its package, then reload monit, as the agent does in an apply."""
+        """Remove the job and its package, then reload monit, as the agent does in ``apply``."""
         (self.vcap / "jobs/agent_shim_monit").unlink()
         shutil.rmtree(self.vcap / "data/packages/agent_shim_monit")
         self.reload()
 
     def open_to_jobs(self) -> list[Path]:
-        """Check the interpreter that root runs and its parent directories. Return the paths that jobs can write to."""
+        """Return the interpreter that root runs and its parent directories, if jobs can write to them."""
         line = next(line for line in (TEMPLATES / "run").read_text().splitlines() if line.startswith("python="))
         program = self.vcap / line.removeprefix("python=/var/vcap/")
         way = [program, *(path for path in program.parents if path.is_relative_to(self.vcap))]
@@ -137,7 +138,7 @@ class MonitVm:
         self.machine.run("PATH=/var/vcap/bosh/bin:$PATH; sv kill monit; sv start monit")
 
     def pre_start(self, step: int = 0) -> bool:
-        """Run the pre-start, and kill it before command number ``step`` if that is not 0. Return True if the pre-start
+        """Run the pre-start. If ``step`` is not 0, kill it before its ``step``-th command. Return True if the pre-start
         completed.
         """
         text = (TEMPLATES / "pre-start").read_text()
@@ -172,7 +173,7 @@ class MonitVm:
         return sum(len((self.vcap / f"data/starts/{name}").read_text().split()) for name in NAMES)
 
     def words(self, name: str) -> str:
-        """Return the service's line from the summary."""
+        """Return the line about a service from monit's summary."""
         said = self.machine.run("curl -s 'http://127.0.0.1:2822/_status?format=text&level=summary'")
         return next(line for line in said.splitlines() if f"'{name}'" in line)
 
@@ -194,7 +195,9 @@ def vm(tmp_path: Path) -> Iterator[MonitVm]:
 
 
 def test_monit_release_replaces_and_restores_monit_with_fifty_processes(vm: MonitVm) -> None:
-    """No process is restarted. A service that was stopped under one supervisor stays stopped under the other."""
+    """No process may be restarted. A service stopped under monit must stay stopped under its replacement, and vice
+    versa.
+    """
     until(lambda: vm.supervisor() == "monit")
     assert vm.pre_start()
     assert vm.supervisor() == "ours"
@@ -217,8 +220,8 @@ def test_monit_release_replaces_and_restores_monit_with_fifty_processes(vm: Moni
 
 
 def test_monit_release_pre_start_can_be_killed_before_each_command(vm: MonitVm) -> None:
-    """After each kill, either monit or its replacement is running, and so are all processes. The pre-start can then be
-    rerun.
+    """After each kill, either monit or its replacement must be running, and so must all processes. It must be possible
+    to run the pre-start again.
     """
     until(lambda: vm.supervisor() == "monit")
     step, is_whole = 0, False

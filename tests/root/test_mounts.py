@@ -20,8 +20,8 @@ for place in (source, target):
 
 
 def test_bind_mount_shows_its_source_until_unmounted(inside: Inside) -> None:
-    """The mount table has the correct source although its path contains a space. If the mount is made read-only, the
-    source stays writable.
+    """The mount table must show the correct source although its path contains a space. If the mount is made read-only,
+    the source must stay writable.
     """
     seen = inside(f"""{PLACES}
 mounts.bind(source, target)
@@ -81,16 +81,16 @@ def test_missing_source_of_a_bind_mount_is_an_error(inside: Inside) -> None:
 
 
 def test_mounts_in_a_private_namespace_are_invisible_to_other_processes(box: Machine, inside: Inside) -> None:
-    """A process that has left the machine's mount namespace mounts only for itself and its children."""
+    """A process that has left the machine's mount namespace must make mounts only for itself and its children."""
     inside(f"{PLACES}\nmounts.leave_mount_namespace()\nmounts.bind(source, target)\nassert (target / 'file').exists()")
 
     assert not (box.vcap / "m/target/file").exists()
 
 
 def test_permission_to_bind_mount_is_probed(box: Machine, inside: Inside) -> None:
-    """Only root with CAP_SYS_ADMIN may mount. The probe leaves no file or mount.
+    """Only root with CAP_SYS_ADMIN may mount. The probe must leave no file or mount behind.
 
-    ``try_bind`` raises the error that explains why mounting is not possible.
+    ``try_bind`` raises an error that explains why mounting is not possible.
     """
     box.run("mkdir -p -m 777 /var/vcap/probe")
     ask = "from agent_shim.host import volumes\nreturn volumes.can_bind(Path('/var/vcap/probe'))"

@@ -44,7 +44,9 @@ def test_harm():
 
 
 class Bystanders:
-    """Parts of this machine that a mutant must not be able to change: files, devices, a process and a port."""
+    """The parts of this machine that a mutant must not be able to change or reach: files, devices, a process and a
+    port.
+    """
 
     def __init__(self) -> None:
         self.door = socket.create_server(("127.0.0.1", 0))
@@ -54,7 +56,7 @@ class Bystanders:
         self.files = [Path("/etc") / name, Path("/dev") / name, Path("/tmp") / name, ROOT / name]
 
     def harm(self) -> str:
-        """Return the source of a test that tries to change all of these parts."""
+        """Return the source of a test that tries to change or reach each of them."""
         etc, device, tmp, code = self.files
         port = self.door.getsockname()[1]
         return HARM.format(etc=etc, device=device, tmp=tmp, code=code, pid=self.process.pid, port=port)
@@ -90,7 +92,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def mutants() -> list[mutate.Mutant]:
-    """Return two mutants. The harmful test fails with the first one and passes with the second."""
+    """Return two mutants. The test in ``HARM`` fails with the first and passes with the second."""
     path = "agent_shim/host/clock.py"
     found = mutate.mutants(path, (ROOT / path).read_text())
     chosen = {(one.before.partition("(")[0], one.kind): one for one in found}

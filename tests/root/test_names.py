@@ -32,9 +32,9 @@ def resolved(machine: Machine, name: str) -> str:
 
 
 async def test_a26_programs_resolve_dns_records_of_the_director(fleet: Fleet) -> None:
-    """If the runtime has mounted /etc/hosts, the agent writes to that file instead of replacing it.
+    """If the container runtime has mounted /etc/hosts, the agent must write to that file instead of replacing it.
 
-    If the mount is read-only, the records are stored for bosh-dns but not written to /etc/hosts.
+    If the mount is read-only, the records must still be stored for bosh-dns.
     """
 
     async def sync(version: int, *pairs: tuple[str, str]) -> None:

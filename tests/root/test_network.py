@@ -1,4 +1,4 @@
-"""The default route's address and the ARP cache, tested in a new network namespace."""
+"""How the agent determines the default route's address and reads the ARP cache, tested in a new network namespace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ print(msgspec.json.encode([network.default_address(), network.default_address(ip
 
 
 def found(routes: str) -> list[dict[str, str] | None]:
-    """Return the default IPv4 and IPv6 addresses that the agent finds with these routes."""
+    """Add these routes in a new network namespace, and return the default IPv4 and IPv6 addresses that the agent finds
+    there.
+    """
     shell = ["unshare", "--net", "sh", "-c", LINKS + routes + ASK, "sh", sys.executable]
     answer: list[dict[str, str] | None] = json.loads(
         subprocess.run(shell, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -41,9 +43,7 @@ def found(routes: str) -> list[dict[str, str] | None]:
 
 
 def test_default_address_is_the_one_on_the_default_routes_interface() -> None:
-    """Other routes may have destinations that start with zeros, such as 0.0.0.0/1, but they must not be mistaken for
-    default routes.
-    """
+    """Routes such as 0.0.0.0/1 also have destinations that begin with zeros, but they are not default routes."""
     routes = """
 ip route add 0.0.0.0/1 via 10.1.0.1
 ip route add default via 10.0.0.1
@@ -57,7 +57,7 @@ ip -6 route add default via fd00::1 dev here
 
 
 def test_interface_without_a_global_address_gives_no_address() -> None:
-    """The interface of the default route has only a link-local address, which other networks cannot reach."""
+    """The default route's interface has only a link-local address, which cannot be reached from other networks."""
     routes = """
 ip address flush dev here
 ip link set here down

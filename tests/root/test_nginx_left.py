@@ -1,5 +1,5 @@
-"""If nginx's master process is killed, its workers keep the port open, but the next master must be able to listen on
-it.
+"""If nginx's master process is killed, its workers keep the port open. The next master must nevertheless be able to
+listen on the port.
 
 Uses Debian's nginx.
 """
@@ -38,7 +38,7 @@ http {{
 
 
 async def test_workers_of_a_killed_nginx_master_do_not_keep_its_port(world: JobTree) -> None:
-    """The supervisor kills the workers, so the first restart can use the port."""
+    """The supervisor must kill the workers, so that nginx gets the port at its first restart."""
     nginx = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
     assert nginx, "Debian's package nginx is needed"
     port = free_port()

@@ -1,5 +1,5 @@
-"""Scripts of the stemcell overlay, run as in the image: init and its services, a real agent, `sv`, `service`,
-`systemctl`.
+"""Scripts of the stemcell overlay, run as in the image: init with its services and a real agent, and the commands `sv`,
+`service` and `systemctl`.
 
 Needs root and the packages s6 and cron.
 """
@@ -81,8 +81,8 @@ async def until(pod: PodInstance, command: str) -> None:
 
 
 def tool(pod: PodInstance, command: str) -> str:
-    """Run a shell command with the overlay's replacement programs in PATH. Return its stdout and stderr, followed by a
-    line with its exit code.
+    """Run a shell command with the overlay's replacement programs in PATH. Return its stdout and stderr, with the exit
+    code in a last line.
     """
     return pod.machine.run(f"export PATH=/opt/tools:$PATH; ({command}) 2>&1; echo $?")
 
@@ -99,8 +99,8 @@ def number(pod: PodInstance) -> str:
 
 
 async def test_agent_disabled_by_a_release_still_supervises_its_jobs(pod: PodInstance) -> None:
-    """The job disable_agent of os-conf stops the agent's service. On a VM, monit then continues to supervise the jobs,
-    so this agent must do that too.
+    """os-conf's job disable_agent stops the agent's service. On a VM, monit then continues to supervise the jobs, so
+    this agent must do so as well.
     """
     with init(pod):
         before = await with_a_job(pod)
@@ -220,7 +220,9 @@ async def test_runit_service_is_run_by_the_init(pod: PodInstance) -> None:
 
 @pytest.mark.attack("a job makes cron run its programs outside its cgroup")
 async def test_only_root_may_install_a_crontab(pod: PodInstance) -> None:
-    """A job could otherwise have cron run a program outside the job's cgroup, where stop and limits do not reach it."""
+    """With a crontab, a job could have cron run a program outside the job's cgroup, beyond the reach of a stop and of
+    limits.
+    """
     if shutil.which("crontab") is None:
         pytest.skip("needs the package cron")
     pod.machine.run(

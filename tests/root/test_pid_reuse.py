@@ -1,4 +1,4 @@
-"""A signal for a job must never reach an unrelated process, even though the test makes the kernel reuse pids as fast as
+"""A signal for a job must never reach an unrelated process. To test this, the kernel is made to reuse pids as fast as
 possible.
 """
 
@@ -20,7 +20,8 @@ ROUNDS = int(os.environ.get("SHIM_PID_REUSE_ROUNDS", "30"))
 
 @pytest.mark.attack("a job exits so that its process id is reused between the check and the signal")
 def test_process_with_a_reused_pid_is_never_signalled(tmp_path: Path) -> None:
-    """In each round, a job's process, its session leader or its start program exits and another process gets the pid.
+    """In each round, a job's process, its session leader or its start program exits, and an unrelated process gets its
+    pid.
 
     Then the job is stopped.
     """

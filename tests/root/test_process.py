@@ -1,5 +1,5 @@
-"""Programs of a release must not inherit environment variables, descriptors, signal settings and so on from the agent's
-parent.
+"""Programs of a release must not inherit anything from the agent's parent, such as environment variables, descriptors
+or signal settings.
 """
 
 from __future__ import annotations
@@ -135,7 +135,9 @@ DIRECTORIES = {"caged": "/var/vcap/jobs/web", "packaging": "/var/vcap/data/compi
 
 
 def expected(name: str) -> dict[str, object]:
-    """Return what each program should inherit. Root keeps its groups, and the OOM score is the container's."""
+    """Return what each program should inherit. Programs that run as root keep root's groups, and the OOM score is the
+    container's.
+    """
     return {
         "variables": [],
         "descriptors": ["0", "1", "2"],

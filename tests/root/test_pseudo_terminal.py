@@ -1,4 +1,4 @@
-"""Programs that run on a new pseudo-terminal. It replaces those standard streams of a program that are connected to the
+"""Runs programs on a new pseudo-terminal, which replaces those of their standard streams that are connected to the
 operator's terminal.
 """
 
@@ -63,7 +63,9 @@ class Operator:
         self._running: subprocess.Popen[bytes] | None = None
 
     def call(self, script: str | list[str], streams: tuple[int, ...] = (0, 1, 2), what: str = "run") -> None:
-        """Start a script. Streams that are not in ``streams`` are pipes instead of the terminal."""
+        """Run a script with ``streams`` connected to the terminal and the other standard streams to pipes. Do not wait
+        for it.
+        """
         argv = ["/bin/sh", "-c", script] if isinstance(script, str) else script
         pipes = {
             name: self.terminal if number in streams else subprocess.PIPE
@@ -102,11 +104,11 @@ class Operator:
         return self.report.read_text()
 
     def ended(self) -> tuple[int, list[int | None]]:
-        """Wait until the script has exited. Return its exit code, and a list with a value for each time that
+        """Wait until the script has exited. Return its exit code, and a list with one entry for each time that
         ``pseudo_terminal`` asked for the command line.
 
-        The value is what ``pseudo_terminal`` passed when it asked: the descriptor of the operator's terminal, or None
-        if there was no terminal.
+        An entry is what ``pseudo_terminal`` passed when it asked: the descriptor of the operator's terminal, or None if
+        there was no terminal.
         """
         self.eventually(lambda: self.seen() is not None and self.running.poll() is not None)
         self.seen()
@@ -201,7 +203,9 @@ def test_terminal_session_of_a_program_that_cannot_run_is_an_error(
 
 
 def test_program_in_a_terminal_session_ignores_no_signal(operator: Operator) -> None:
-    """Python ignores some signals, such as SIGPIPE, which the session must undo for its program."""
+    """Python ignores some signals, such as SIGPIPE. The session must restore their default actions before it runs the
+    program.
+    """
     operator.call("grep SigIgn /proc/self/status >&3")
     operator.ended()
     ignored = int(operator.told().split()[1], 16)
@@ -210,7 +214,9 @@ def test_program_in_a_terminal_session_ignores_no_signal(operator: Operator) -> 
 
 
 def test_terminal_session_forwards_raw_keys_and_restores_the_modes(operator: Operator) -> None:
-    """The operator's terminal is in raw mode during the session, and the program's terminal echoes and edits lines."""
+    """During the session, the operator's terminal must be in raw mode, while the program's terminal echoes and edits
+    lines.
+    """
     operator.call("echo up >&3; read line; echo got:$line")
     operator.told("up")
     operator.eventually(lambda: not termios.tcgetattr(operator.terminal)[3] & (termios.ECHO | termios.ICANON))
@@ -256,7 +262,7 @@ def catches(pid: int, number: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signal_to_a_terminal_session_hangs_up_the_program(operator: Operator, number: int) -> None:
-    """The session waits for the program, which may handle SIGHUP before it exits, and then restores the operator's
+    """The session must wait for the program, which may handle SIGHUP before it exits, and then restore the operator's
     terminal.
     """
     operator.call("trap 'echo hung up; exit 5' HUP; echo up >&3; while :; do sleep 0.02; done")
@@ -279,7 +285,7 @@ def test_stopped_program_in_a_terminal_session_gets_sighup(operator: Operator) -
 
 
 def test_program_that_ignores_the_hang_up_is_killed_after_a_grace_period(operator: Operator) -> None:
-    """The program has some seconds to write its remaining output."""
+    """The program must get some seconds to write its remaining output."""
     operator.call("trap 'echo last words' HUP; echo up >&3; while :; do sleep 0.02; done")
     operator.told("up")
     operator.running.send_signal(signal.SIGTERM)
@@ -298,7 +304,9 @@ def test_terminal_is_restored_if_a_signal_arrives_before_copying_begins(operator
 @pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or keeps running after it")
 @pytest.mark.parametrize("is_signal", [True, False])
 def test_session_ends_on_hangup_even_if_its_program_reads_no_input(operator: Operator, is_signal: bool) -> None:
-    """The session used to block while it wrote keys to the program, even after the operator's terminal was closed."""
+    """While the session waited for the program to read its input, it used to block even after the operator's terminal
+    was closed.
+    """
     operator.call("trap '' HUP; stty raw -echo; echo up >&3; while :; do sleep 0.02; done")
     operator.told("up")
     for _ in range(100):
@@ -333,7 +341,7 @@ def test_line_ends_of_a_program_with_piped_input_are_translated_once(operator: O
 
 
 def test_children_that_keep_the_terminal_open_do_not_delay_the_end_of_a_session(operator: Operator) -> None:
-    """The session ends when the program has exited and all of its own output has appeared."""
+    """The session must end once the program has exited and all of its own output has been shown."""
     operator.call("trap '' HUP; (echo $$ >&3; exec sleep 1000) & seq 20000; exit 3")
 
     assert operator.ended()[0] == 3

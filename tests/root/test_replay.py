@@ -1,5 +1,5 @@
-"""Replay a Director's recorded requests: the replies have the recorded shape, and the effects on the machine are
-correct.
+"""Replays a Director's recorded requests. The replies must have the recorded shape, and the effects on the machine must
+be correct.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ pytestmark = pytest.mark.root
 DISKS = ("disk-eb459bf16855", "disk-eff69e932e70")
 
 ALIKE = ("configuration_hash", "id", "index", "networks", "persistent_disk")
-"""If two states of an instance have equal values for these keys, they belong to the same deployment."""
+"""Keys by which two states of an instance are compared. If their values are equal, the states belong to the same
+deployment.
+"""
 
 LEAVE_NOTHING = frozenset({"ping", "info", "get_state", "delete_arp_entries", "list_disk"})
 
 
 @dataclass
 class ReplayedMachines:
-    """The machines of a chapter, which are created and deleted as in the recording.
+    """The machines of a chapter (one recording or several), which are created and deleted as in the recording.
 
     ``history`` contains all recorded steps of all chapters, in order.
     """
@@ -54,7 +56,7 @@ class ReplayedMachines:
             self.fleet.remove(agent_id)
 
     async def _add(self, agent_id: str) -> None:
-        """Add a machine with the given agent ID, in the state that it had at the beginning of the chapter."""
+        """Add a machine with the given agent ID, in the state that it had when the chapter began."""
         first = self.history.index(next(step for step in self.chapter if step.agent_id == agent_id))
         before = [step for step in self.history[:first] if step.agent_id == agent_id]
         recorded = before + [step for step in self.history[first:] if step.agent_id == agent_id]
@@ -74,8 +76,8 @@ class ReplayedMachines:
             await self._deploy(states[len([step for step in before if step.method == "get_state"]) - 1])
 
     async def _catch_up(self, step: RecordedRequest) -> None:
-        """Deploy what a recorded state contains but no replayed step has deployed. This is needed because the recording
-        has gaps.
+        """Deploy what the step's recorded state contains, if no replayed step has deployed it. This happens because the
+        recording has gaps.
         """
         if step.method != "get_state" or step.reply is None or not step.reply["value"]["configuration_hash"]:
             return
@@ -84,8 +86,8 @@ class ReplayedMachines:
             await self._deploy(state)
 
     async def _deploy(self, state: dict[str, Any]) -> None:
-        """Replay the earlier steps that brought the instance into this state, even if they were recorded on another
-        machine.
+        """Bring the instance into a recorded state by replaying the earlier steps that led to it, even if they were
+        recorded on another machine.
         """
 
         def first(method: str, fits: Callable[[list[Any]], bool] = bool) -> RecordedRequest:
@@ -143,8 +145,8 @@ def test_each_recorded_message_is_replayed() -> None:
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter[0])
 async def test_recorded_deployment_gets_the_go_agents_answers(fleet: Fleet, chapter: tuple[str, ...]) -> None:
-    """The requests for three instances and their errands are replayed one by one, from the first deployment to the
-    deletion.
+    """The requests for three instances and their errands are replayed one by one, from the first deployment until the
+    instances are deleted.
     """
     history = list(steps(*sorted((CORPUS / "director").glob("*.jsonl"))))
     played = ReplayedMachines(fleet, history, [step for step in history if step.recording in chapter])

@@ -64,12 +64,12 @@ places = [
 
 @pytest.fixture
 def told(inside: Inside) -> Callable[[str], Any]:
-    """Provide a function that runs a test body on a machine with volumes. The body can run programs as vcap."""
+    """Provide a function that runs the body of a test on a machine with volumes. The body can run programs as vcap."""
     return lambda body: inside(SETUP + VOLUMES + body)
 
 
 def test_sandbox_mounts_only_the_requested_paths_with_their_rights(told: Callable[[str], Any]) -> None:
-    """Each path is mounted with no more rights than requested, and no other path is mounted."""
+    """Each path must be mounted with no more rights than requested, and no other path may be mounted."""
     status, text = told(f'return await said("cat /proc/self/mountinfo", binds=places, {NAMESPACES})')
     rows = [line.split() for line in text.splitlines()]
     rights = {row[4]: set(row[5].split(",")) & {"ro", "rw", "nosuid", "nodev", "noexec"} for row in rows}
@@ -102,7 +102,7 @@ def test_sandbox_mounts_only_the_requested_paths_with_their_rights(told: Callabl
 
 
 def test_sandbox_root_has_directories_links_and_devices_as_in_bpm(told: Callable[[str], Any]) -> None:
-    """A requested path that does not exist on the machine is left out."""
+    """If a requested path does not exist on the machine, it must be left out."""
     script = (
         "ls /; ls /volume; stat -c '%a %U %n' / /volume /dev /dev/pts /dev/shm;"
         "cd /dev; for each in fd stdin stdout stderr ptmx; do readlink $each; done;"
@@ -186,7 +186,7 @@ async def entered(pid, script, **members):
 
 
 def test_program_that_enters_a_sandbox_is_as_confined_as_its_job(told: Callable[[str], Any]) -> None:
-    """The program sees the same files and processes as the job, runs as the same user, and has no further
+    """The program must see the same files and processes as the job, run as the same user, and have no further
     privileges.
     """
     script = (
@@ -233,8 +233,8 @@ async with job() as one:
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGQUIT", "SIGTERM", "SIGHUP"])
 def test_entering_a_sandbox_forwards_signals_and_keeps_no_streams_open(told: Callable[[str], Any], name: str) -> None:
-    """A process outside the sandbox forwards signals to the program. It must not keep the program's streams open, and
-    must exit when the program exits.
+    """A process outside the sandbox forwards signals to the program inside. It must not keep the program's streams
+    open, and must exit when the program exits.
     """
     script = f"trap 'exit 5' {name[3:]}; echo up; exec >&- 2>&-; while :; do sleep 0.05; done"
     assert told(f"""{ENTERED}

@@ -1,5 +1,5 @@
-"""Users that ``ssh`` requests have created log in with OpenSSH. The agent has started the server, in a private
-network.
+"""Tests the SSH server that the agent starts, in a private network. The users who log in with OpenSSH have been created
+by ``ssh`` requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 DIES = ["setpriv", "--pdeathsig", "KILL"]
-"""Prefix for commands whose process must be killed when the test's child process is killed."""
+"""Command prefix that has the process killed when the test process that started it is killed."""
 
 _AGENT = """
 from types import SimpleNamespace
@@ -45,13 +45,13 @@ agent = SimpleNamespace(users=users, sshd=sshd, settings=settings)
 
 @dataclass
 class Alone:
-    """A machine with a private network. Each request is answered by an agent that has just been started."""
+    """A machine with a private network, in which a newly started agent answers each request."""
 
     box: Machine
     inside: Inside
     prefix: list[str]
     key: Path
-    """The operator's private key, in a directory that is visible inside and outside of the machine."""
+    """The operator's private key. Its directory is visible both inside and outside the machine."""
 
     def agent(self, body: str, *, port: int = 22) -> Any:
         return self.inside(_AGENT.format(port=port) + body, *self.prefix)
@@ -64,13 +64,13 @@ class Alone:
         return self.agent(f"return await ssh(agent, 'cleanup', SshParams(user_regex={pattern!r}))", port=port)
 
     def run(self, *argv: str) -> subprocess.CompletedProcess[str]:
-        """Run a program in the private network."""
+        """Run a program in the private network, wait until it has exited, and return its exit code and output."""
         running = self.box.popen([*self.prefix, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         out, err = running.communicate(timeout=60)
         return subprocess.CompletedProcess(argv, running.returncode, str(out), str(err))
 
     def login(self, user: str, host_key: str, command: str, *, port: int = 22) -> subprocess.CompletedProcess[str]:
-        """Log in like ``bosh ssh``, which trusts only the reported host key."""
+        """Log in like ``bosh ssh``, trusting only the host key that the agent reported."""
         known = self.key.with_name("known_hosts")
         known.write_text(f"[127.0.0.1]:{port} {host_key}" if port != 22 else f"127.0.0.1 {host_key}")
         return self.run(*self.command_of("ssh", known), "-p", str(port), f"{user}@127.0.0.1", command)
@@ -131,7 +131,9 @@ def alone(
 
 
 def test_ssh_setup_lets_an_operator_log_in(alone: Alone) -> None:
-    """At first, the container has no host key and no running server. The operator can use sudo."""
+    """The container starts without a host key and without a running server. The operator must be able to log in and use
+    sudo.
+    """
     for path in (alone.box.root / "etc/ssh").glob("ssh_host_*"):
         path.unlink()
     found = alone.setup("bosh_jane")
@@ -190,8 +192,8 @@ def test_failed_ssh_host_key_is_reported_and_leaves_no_user(alone: Alone) -> Non
 
 
 def test_sshd_runs_while_a_user_may_log_in(alone: Alone) -> None:
-    """All users share one server. It is stopped when the last user is removed, even if the agent has been restarted in
-    between.
+    """All users share one server. It must be stopped when the last user is removed, even if the agent has been
+    restarted in between.
     """
     key = alone.setup("bosh_one")["host_public_key"]
     assert alone.setup("bosh_two")["host_public_key"] == key
@@ -281,8 +283,8 @@ def test_sshd_admits_only_operators(alone: Alone, user: str) -> None:
 
 
 def _at_home(entry: list[str], user: str) -> list[str]:
-    """Return a line of passwd. If it is the line of the given user, set a home directory and a shell with which the
-    user can log in.
+    """Return a line of passwd. If it belongs to ``user``, replace the home directory and the shell so that the user can
+    log in.
     """
     return [*entry[:5], f"/var/vcap/home/{user}", "/bin/bash"] if entry[0] == user else entry
 
@@ -300,7 +302,7 @@ def test_sshd_rejects_passwords(alone: Alone) -> None:
 
 
 def test_sshd_listens_on_the_configured_port(alone: Alone) -> None:
-    """The port is set in agent.json. A second request does not start a second server."""
+    """agent.json sets the port. A second request must not start a second server."""
     key = alone.setup("bosh_port", port=2222)["host_public_key"]
 
     assert alone.login("bosh_port", key, "echo yes", port=2222).stdout == "yes\n"
@@ -312,7 +314,7 @@ def test_sshd_listens_on_the_configured_port(alone: Alone) -> None:
 
 @pytest.fixture
 def stranger(alone: Alone) -> Iterator[Callable[[str], None]]:
-    """Provide a function that runs another server on port 22 of an address."""
+    """Provide a function that starts another server on port 22 of an address."""
     listening: list[subprocess.Popen[bytes]] = []
 
     def listen(address: str) -> None:
@@ -363,8 +365,8 @@ def test_job_listening_on_the_sshd_port_is_reported(alone: Alone) -> None:
 
 @pytest.mark.attack("a job listens on the port for metrics or sshd")
 def test_job_process_named_sshd_is_left_alone(alone: Alone) -> None:
-    """A clean-up stops only the agent's own server. In the past, a thousand processes with the same name that ignored
-    SIGTERM delayed each clean-up by half an hour.
+    """A clean-up must stop only the agent's own server. In the past, a thousand processes that had the server's name
+    and ignored SIGTERM delayed each clean-up by half an hour.
     """
     ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     code = f"{ignore}print('up', flush=True); time.sleep(99)"
@@ -411,7 +413,9 @@ def test_container_without_sshd_is_reported_and_leaves_no_user(alone: Alone) -> 
 
 
 def test_sshd_that_is_being_stopped_is_replaced(alone: Alone) -> None:
-    """A request that arrives during the stop gets a new server, even if the old one takes a long time to exit."""
+    """A request that arrives while the server is being stopped must get a new server, even if the old one takes a long
+    time to exit.
+    """
     alone.agent(
         "import signal\n"
         "from agent_shim.host import proc\n"

@@ -31,9 +31,9 @@ def pod(pod: PodInstance) -> PodInstance:
 
 
 async def test_takeover_from_monit_and_back_restarts_no_process(pod: PodInstance) -> None:
-    """After two takeovers and two handbacks, all processes are still those that monit started.
+    """After two takeovers and two handbacks, all processes must still be those that monit started.
 
-    If a process dies while no supervisor is running, the agent starts only this process again.
+    If a process dies while no supervisor is running, the agent must restart only this process.
     """
     machine = pod.machine
     leave_as_the_go_agent(machine)

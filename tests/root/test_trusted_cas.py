@@ -34,7 +34,7 @@ def place(box: Machine) -> Iterator[None]:
 
 @pytest.fixture
 def fake(box: Machine) -> Iterator[None]:
-    """Replace the command that updates the CA bundle with ``/mnt/fake``, to which the test writes a script."""
+    """Replace the command that updates the CA bundle with the script ``/mnt/fake``, which tests overwrite."""
     box.write("/mnt/fake", "", mode=0o755)
     box.run(f"mount --bind /mnt/fake {COMMAND}")
     yield
@@ -52,8 +52,8 @@ def install(*authorities: Authority, tries: int = 3, patience: float = 60, betwe
 
 
 def is_trusted(box: Machine, authority: Authority) -> bool:
-    """Return True if OpenSSL trusts a server certificate of the CA, both with the bundle and with the directory of
-    hashes.
+    """Return True if OpenSSL trusts a server certificate from the CA, both via the CA bundle and via the directory of
+    hashed links.
     """
     box.write("/mnt/leaf.pem", "")
     (box.root / "mnt/leaf.pem").write_text(authority.server().certificate)
@@ -71,7 +71,7 @@ def names(box: Machine) -> list[str]:
 
 
 def test_trusted_cas_replace_the_previous_ones(box: Machine, inside: Inside) -> None:
-    """CAs that belong to the image stay."""
+    """CAs that belong to the image must stay."""
     (box.root / PLACE / "own.crt").write_text(THIRD.ca)
     assert inside(install(FIRST, SECOND)) is None
     assert names(box) == ["bosh-trusted-cert-1.crt", "bosh-trusted-cert-2.crt", "own.crt"]
@@ -87,8 +87,8 @@ def test_trusted_cas_replace_the_previous_ones(box: Machine, inside: Inside) -> 
 
 
 def test_invalid_trusted_ca_is_reported_and_skipped(box: Machine, inside: Inside) -> None:
-    """As with the Go agent, the other CAs are installed. If the invalid certificate were put into the bundle, some
-    clients could not read any certificate.
+    """As with the Go agent, the valid CAs must be installed. If the invalid certificate were put into the bundle, some
+    clients could not read any certificate in it.
     """
     bad = "-----BEGIN CERTIFICATE-----\nbm9uc2Vuc2U=\n-----END CERTIFICATE-----\n"
     said = inside(TELLING + install(FIRST, SECOND, between=bad).replace("return await", "await") + "\nreturn said")
@@ -156,7 +156,7 @@ def test_hanging_ca_update_command_is_killed_and_retried(box: Machine, inside: I
 
 @pytest.mark.usefixtures("fake")
 def test_ca_update_succeeds_at_the_second_attempt(box: Machine, inside: Inside) -> None:
-    """The command is run again, because it can fail for temporary reasons."""
+    """The command can fail for temporary reasons, so the agent must run it again."""
     (box.root / "mnt/fake").write_text("#!/bin/sh\n[ -e /mnt/once ] || { touch /mnt/once; echo no; exit 3; }\n")
 
     assert inside(install(FIRST)) is None

@@ -64,9 +64,9 @@ def test_user_tools_cannot_change_the_machine_outside(box: Machine) -> None:
 
 
 def test_ssh_user_without_the_bosh_prefix_is_created_but_not_removed(box: Machine, inside: Inside) -> None:
-    """As with the Go agent, every unused name is accepted and the key is not validated.
+    """As with the Go agent, any unused name is accepted, and the key is not validated.
 
-    A clean-up removes only users with the prefix.
+    A clean-up must remove only users with the prefix ``bosh_``.
     """
     inside(setup("jane_doe", "public-key"))
     inside(setup("jane_doe", KEY))
@@ -81,7 +81,7 @@ def test_ssh_user_without_the_bosh_prefix_is_created_but_not_removed(box: Machin
 @pytest.mark.attack("a request passes an existing account or an option as the name of an SSH user")
 @pytest.mark.parametrize("user", ["root", "vcap"])
 def test_ssh_user_with_the_name_of_an_existing_account_is_rejected(box: Machine, inside: Inside, user: str) -> None:
-    """The existing account gets no group and no key."""
+    """The existing account must not get any group or key."""
     before = (groups_of(box, user), (box.root / "etc/passwd").read_text())
 
     assert inside(setup(user)) == (
@@ -113,7 +113,9 @@ def test_concurrent_ssh_requests_each_create_their_user(box: Machine, inside: In
 
 
 def test_ssh_cleanup_removes_matching_users(box: Machine, inside: Inside) -> None:
-    """The users' home directories are removed too. Users without the prefix stay, even if the pattern matches them."""
+    """The users' home directories must be removed too. Users without the prefix must stay, even if the pattern matches
+    them.
+    """
     for user in ("bosh_x1", "bosh_x2", "bosh_y1"):
         inside(setup(user))
 
@@ -133,15 +135,15 @@ STAYING = {
     "killing": [["setsid", sys.executable, "-S", "-c", KILLING]],
     "filling": [["setsid", sys.executable, "-S", "-c", FILLING, "/var/vcap/bosh_ssh/bosh_stays"]] * 2,
 }
-"""Commands for processes that make it hard to remove their user: they leave their session and fork endlessly, kill
-every process that switches to their user, or keep creating files in the home directory.
+"""Commands for processes that make it hard to remove their user: one leaves its session and forks endlessly, one kills
+every process that switches to the user, and one keeps creating files in the home directory.
 """
 
 
 @pytest.mark.attack("an SSH user leaves processes that survive the clean-up")
 @pytest.mark.parametrize("commands", STAYING.values(), ids=STAYING.keys())
 def test_processes_of_a_removed_ssh_user_end(box: Machine, inside: Inside, commands: list[list[str]]) -> None:
-    """Remaining processes would belong to the next user who gets the same uid."""
+    """If a process remained, it would belong to the next user who gets the same uid."""
     inside(setup("bosh_stays"))
     number, home = box.run("id -u bosh_stays").strip(), "/var/vcap/bosh_ssh/bosh_stays"
     as_user = ["setpriv", "--reuid", "bosh_stays", "--regid", "bosh_stays", "--clear-groups"]
@@ -199,7 +201,7 @@ def test_missing_group_leaves_no_partial_ssh_user(box: Machine, inside: Inside) 
 
 
 def test_agent_without_useradd_or_root_creates_no_user(box: Machine, inside: Inside) -> None:
-    """useradd may be missing in a minimal image. An agent that is not root reports that before it changes anything."""
+    """useradd may be missing in a minimal image. An agent that is not root must say so before it changes anything."""
     inside(setup("bosh_first"))
     box.run("mount --bind /dev/null /usr/sbin/useradd")
     try:

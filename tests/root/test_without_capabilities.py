@@ -15,11 +15,11 @@ BOOT = "from agent_shim.daemon import boot\nawait boot.boot([boot.tree_step(Path
 
 
 def test_boot_keeps_owners_that_it_cannot_change(box: Machine, inside: Inside) -> None:
-    """The boot creates its directories with the usual modes, but all of them belong to root. The agent logs this only
-    once.
+    """The boot creates its directories with the usual modes, but all of them belong to root. The agent must log this
+    only once.
 
-    Bundles are unpacked too. If a file should belong to a group but the agent cannot set the group, only root can read
-    the file.
+    Bundles must be unpacked too. If the agent cannot give a file to the group that it should belong to, only root may
+    read the file.
     """
     script = """
 import logging
@@ -48,8 +48,8 @@ return said
 
 
 def test_root_with_capabilities_changes_owners(box: Machine, inside: Inside) -> None:
-    """This shows that in ``test_boot_keeps_owners_that_it_cannot_change`` the owners differ only because a capability
-    is missing.
+    """The boot in ``test_boot_keeps_owners_that_it_cannot_change`` also runs here, to show that only the missing
+    capability makes the owners differ there.
     """
     assert inside(BOOT) is None
     assert box.run("stat -c '%a %U:%G' /var/vcap/data/sys/log") == "750 root:vcap\n"
