@@ -402,11 +402,11 @@ def foreign_userns(uid: str) -> int | None:
 
 
 def bound(directory: str) -> None:
-    """Deny the root user of the VM's user namespace access to the VM's directory. Otherwise, that user could mount the
-    directory writable and fill the node's disk.
+    """Prevent the root user of the VM's user namespace from creating files in the VM's directory. Otherwise, that user
+    could mount the directory writable and fill the node's disk.
 
-    Access to the parent directory is denied in the same way. The parent's setgid bit passes its group on to the
-    directories that the kubelet later creates for other VMs.
+    The parent directory is protected in the same way. Its setgid bit passes the unmapped group on to the directories
+    that the kubelet later creates for other VMs.
     """
     for path in (os.path.dirname(directory), directory):
         os.chown(path, -1, UNMAPPED)

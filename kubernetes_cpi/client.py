@@ -39,8 +39,8 @@ MERGE_PATCH: Final = "application/merge-patch+json"
 
 
 class Resource(msgspec.Struct, frozen=True):
-    """A kind of object: its API group and version as they appear in paths, the plural used in paths, and the `kind`
-    used in documents.
+    """A kind of object: its API group and version as they appear in paths (``prefix``), its plural name in paths, and
+    its `kind` in documents.
     """
 
     prefix: str
@@ -157,9 +157,9 @@ class Client:
     def delete(
         self, resource: Resource, namespace: str, name: str, *, grace_s: int | None = None, version: str = ""
     ) -> Object | None:
-        """Request the deletion of an object. Return the object.
+        """Request the deletion of an object, and return the object.
 
-        Return None if it does not exist or has another resource version than ``version``.
+        Return None if it does not exist, or if ``version`` is given but is not its current resource version.
         """
         options: Object = {"propagationPolicy": "Background"}
         if grace_s is not None:
@@ -216,7 +216,7 @@ class Client:
             yield state
 
     def close(self) -> None:
-        """Close the connection. The next request opens another."""
+        """Close the connection. The next request opens a new one."""
         if self._connection is not None:
             self._connection.close()
         self._connection = None

@@ -19,8 +19,8 @@ CONFIG: Final = "configuration as JSON (the job has it in /var/vcap/jobs/kuberne
 def run(arguments: Sequence[str]) -> int:
     """Run a command.
 
-    Return the exit code: 1 after an error, if ``doctor`` finds something ``WRONG``, or if ``leftovers`` without
-    ``--delete`` finds any; otherwise 0.
+    Return the exit code: 1 after an error, if ``doctor`` finds something ``WRONG``, or if ``leftovers`` finds any
+    leftovers and is not told to delete them (``--delete``); otherwise 0.
     """
     parser = argparse.ArgumentParser(prog="python -m kubernetes_cpi")
     commands = parser.add_subparsers(dest="command", required=True)

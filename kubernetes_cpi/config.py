@@ -151,7 +151,7 @@ class Timeouts(Strict, frozen=True):
 
 
 class Config(Strict, frozen=True):
-    """The whole configuration."""
+    """The CPI's configuration after the request's properties have overridden the job's file."""
 
     cluster: Annotated[Cluster, doc("The API server. Defaults to the in-cluster service account.")] = Cluster()
     namespace: Annotated[

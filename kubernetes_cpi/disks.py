@@ -1,8 +1,9 @@
 """Persistent disks: their claims, and the four ways to attach a disk to a VM.
 
-At creation: create_vm mounts the disks named in its request, so attach_disk has nothing left to do. Reserved: the claim
-is created and mounted together with the VM, and a later create_disk returns its cid. Live: an attachment pod binds the
-disk into the running pod. By recreation: the pod is replaced with one that mounts the disk.
+A disk that is named in the create_vm request is mounted when the VM is created, so attach_disk has nothing left to do.
+A reserved disk is created and mounted together with the VM, and a later create_disk returns its cid. Any other disk is
+attached either live, by an attachment pod that binds it into the running pod, or by recreation, which replaces the pod
+with one that mounts the disk.
 """
 
 from __future__ import annotations

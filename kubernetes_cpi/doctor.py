@@ -41,7 +41,7 @@ APPLY: Final = "kubectl apply -k deploy/cpi/LEVEL"
 
 
 class CheckRow(msgspec.Struct, frozen=True):
-    """A line of the report."""
+    """A line of the report: what was checked, the result, and what to change."""
 
     subject: str
     state: str
@@ -50,7 +50,9 @@ class CheckRow(msgspec.Struct, frozen=True):
 
 
 def findings(session: Session) -> Iterator[CheckRow]:
-    """Check everything that can be checked without a VM. If the cluster is unreachable, return only that finding."""
+    """Check everything that can be checked without creating a VM. If the cluster is unreachable, yield only that
+    finding.
+    """
     try:
         session.client.find(PODS, session.namespace, "doctor")
     except CpiError as exc:

@@ -43,7 +43,7 @@ class VMNotFoundError(CpiError):
 
 
 class VMCreationFailedError(CpiError):
-    """A VM could not be created, and all its objects were removed. With ``ok_to_retry``, the Director retries
+    """A VM could not be created, and all its objects were removed. If ``ok_to_retry`` is True, the Director retries
     immediately.
     """
 

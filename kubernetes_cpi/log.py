@@ -37,7 +37,7 @@ def say(text: str) -> None:
 
 
 def call(what: str, outcome: str, seconds: float) -> None:
-    """Log one call to the cluster."""
+    """Log a call to the cluster with its outcome and duration, and count it for ``summary``."""
     _calls.append(seconds)
     say(f"{what}: {outcome} ({seconds * 1000:.0f} ms)")
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 Cid = Annotated[str, msgspec.Meta(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
-"""A cid of this CPI, which is the name of an object."""
+"""A cid of this CPI. It is also the name of the Kubernetes object."""
 
 ARCHITECTURE: Final = "kubernetes.io/arch"
 """Node label with the node's architecture."""
@@ -30,7 +30,7 @@ GROUP: Final = "cpi.bosh.io/group"
 themselves could be too long for a label.
 """
 METADATA: Final = "bosh.io/"
-"""Prefix of the labels and annotations from set_vm_metadata and set_disk_metadata."""
+"""Prefix of the labels and annotations that set_vm_metadata and set_disk_metadata store."""
 
 HOLDER: Final = "cpi.bosh.io/holder"
 """Annotation of a claim: the VM to which it is attached or is being attached."""

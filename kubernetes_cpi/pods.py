@@ -43,7 +43,7 @@ FORCED_END_S: Final = 30
 CLOCK_MARGIN_S: Final = 0.5
 EVENTS_SHOWN: Final = 3
 QUIET: Final = frozenset({"Scheduled", "Pulling", "Pulled", "Created", "Started", "WaitForFirstConsumer"})
-"""Reasons of events that are part of every start and do not explain a delay."""
+"""Reasons of events that accompany every start and therefore do not explain a delay."""
 
 
 def is_ready(pod: Object) -> bool:

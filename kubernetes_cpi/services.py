@@ -84,7 +84,8 @@ def name_instance(session: Session, vm: str, metadata: Mapping[str, Any]) -> Non
 def instance_name(deployment: str, group: str, index: str) -> str:
     """Return the name of an instance as a valid DNS label.
 
-    If the parts do not form a valid label, they are changed, and a digest keeps the name unique.
+    If the parts do not form a valid label, invalid characters are replaced, a long name is shortened, and a digest
+    keeps the name unique.
     """
     text = f"{deployment}-{group}-{index}"
     if len(text) <= MAX_NAME_CHARS and re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", text):

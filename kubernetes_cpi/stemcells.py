@@ -18,7 +18,9 @@ REFERENCE: Final = (
     r"(?:(?:localhost|[-a-zA-Z0-9]+(?=[.:])(?:\.[-a-zA-Z0-9]+)*)(?::[0-9]+)?/)?"
     rf"{_PART}(?:/{_PART})*(?::[A-Za-z0-9_][-A-Za-z0-9_.]{{0,127}})?"
 )
-"""A valid image reference: an optional registry, a path in lower case and a tag, as container runtimes parse it."""
+"""Regular expression for an image reference as container runtimes parse it: an optional registry, a path in lower case,
+and an optional tag.
+"""
 
 ARCHITECTURES: Final = {"x86_64": "amd64", "amd64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
 """Values of the node label `kubernetes.io/arch` for the architecture names that stemcells use."""

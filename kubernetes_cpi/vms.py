@@ -1,5 +1,5 @@
-"""VMs. A VM consists of a pod, which the cluster does not replace when it fails, an immutable Secret with the agent's
-settings, and optionally a data claim.
+"""VMs. A VM consists of a pod, an immutable Secret with the agent's settings, and optionally a data claim. If the pod
+fails, the cluster does not replace it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ REACHED: Final = "connected to the bus|does not know us|refuses our certificate|
 """Regular expression for log lines which show that the agent has reached a bus server."""
 BUS_PAUSE_S: Final = 0.2
 BOOT_S: Final = 2.0
-"""Seconds that the agent may take to reach the bus after its container has started. Most agents need less than one."""
+"""Seconds that the agent may take to reach the bus after its container has started. Most agents need less than a
+second.
+"""
 
 
 class MbusEnv(msgspec.Struct, frozen=True):
@@ -372,8 +374,8 @@ def _wait_until_up(session: Session, vm: Vm, pod: Object, schemes: Sequence[str]
 def _check_bus(session: Session, vm: Vm, schemes: Sequence[str]) -> None:
     """Raise ``VMCreationFailedError`` if the agent logs that it cannot reach the bus.
 
-    If the bus rejects the agent's certificate, the agent has reached it. This is expected, because the Director admits
-    the certificate only after create_vm has returned.
+    It is not an error if the bus rejects the agent's certificate. The agent has then reached the bus, and the Director
+    admits the certificate only after create_vm has returned.
     """
     until = time.monotonic() + session.config.timeouts.bus
     while "nats" in schemes and session.config.timeouts.bus:
