@@ -84,7 +84,7 @@ class FakeCluster:
     pod_status: Callable[[Object], Object | None] = lambda _: None
     """Returns the status that the kubelet reports for a pod, or None to report it as running."""
     start_after_s: float = STEP_S
-    """Seconds until a pod runs."""
+    """Seconds from a pod's creation until its container runs."""
     is_node_alive: bool = True
     objects_linger_s: float = 0.0
     """Seconds from the exit of a pod's containers to the removal of the pod object. Kubernetes 1.20 takes several

@@ -83,7 +83,7 @@ def test_foreign_claim_named_like_a_data_claim_is_kept(cpi: CpiCalls, cluster: F
 
 
 def test_recreation_annotation_on_a_foreign_claim_is_ignored(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """If the CPI obeyed the annotation, it would create a pod that mounts the disks named in it."""
+    """If the CPI did not ignore the annotation, it would create a pod that mounts the disks named in the annotation."""
     disk = cpi("create_disk", 64, {}, None)
     noted = {"name": "data-others", "annotations": {"cpi.bosh.io/disks": json.dumps({"disks": [disk]})}}
     cluster.create(("persistentvolumeclaims", "bosh", "data-others"), {"metadata": noted, "spec": CLAIM})
