@@ -1,7 +1,7 @@
 """Memory growth after 10 000 actions, after 1000 restarts of processes, and after 1000 reconnects to the bus.
 
 A complete agent would need seconds for each reconnect. Reconnects are therefore measured in a process that contains
-only the agent's bus module, with pauses between attempts of milliseconds.
+only the agent's bus module and pauses for only milliseconds between attempts.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ JOBS: Final = 5
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """Measure boots. ``scale`` has no effect."""
+    """Measure all kinds of boots. ``scale`` is ignored."""
     async with world(command) as ours, world(ECHO) as least:
         starts: dict[str, list[float]] = {"ours": [], "least": []}
         for _ in range(ROUNDS):

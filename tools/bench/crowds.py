@@ -1,6 +1,8 @@
-"""Supervision of 10, 50, 200 and 500 processes: idle cost, and the time to restart all of them after all were killed.
+"""Supervision of 10, 50, 200 and 500 processes: cost when idle, and time to restart all processes after they were
+killed.
 
-The end of a restart is the mtime of the pidfile, so the measurement does not have to poll.
+A restart is complete when the new pidfile has been written. This time is read from the file's mtime, so the measurement
+does not have to poll.
 """
 
 from __future__ import annotations

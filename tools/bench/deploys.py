@@ -85,8 +85,8 @@ async def update(
 
 
 async def no_op(w: RunningAgent) -> float:
-    """Send the requests of a deploy without changes: query the state of the instance, then ping it. Return the
-    seconds.
+    """Send the requests of a deploy without changes, which query the state of the instance and then ping it. Return the
+    duration in seconds.
     """
     begun_at = time.monotonic()
     await w.director.value(AGENT, "get_state", "full")

@@ -1,6 +1,6 @@
-"""Durations of a start, a status query, a restart and a stop of five jobs.
+"""How long it takes to start five jobs, to query their status, to replace a killed process and to stop the jobs.
 
-The floor of the start is the same script run by the benchmark itself.
+The floor of the start is the duration of the jobs' start scripts when the benchmark runs them directly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCRIPT: Final = "the start program run directly, until its pidfile exists"
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """Measure the durations. ``scale`` has no effect."""
+    """Measure each duration several times. ``scale`` is ignored."""
     async with world(command) as w:
         await w.start_agent()
         await w.run("apply", w.spec(JOBS, 1))

@@ -1,4 +1,4 @@
-"""The format of figures, and stopwatches.
+"""Figures, which are the results of benchmarks, and stopwatches.
 
 A figure is ``{"unit", "median", "min", "max", "samples"}``. If a floor was measured in the same run, the figure also
 has ``"floor"`` (the median for a minimal program that does the same work), ``"floor_is"`` (a description of that

@@ -1,7 +1,7 @@
 """Memory (PSS) of several agents on one machine that share a bus.
 
-PSS divides shared memory, such as the interpreter and libraries, among the agents, so the memory of each decreases with
-their number.
+PSS divides the size of shared memory, such as the interpreter and libraries, by the number of processes that share it.
+The PSS of each agent is therefore smaller when more agents are running.
 """
 
 from __future__ import annotations

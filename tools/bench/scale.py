@@ -218,7 +218,7 @@ class Point:
 
 
 async def measure(count: int) -> Point:
-    """Measure a bus with this number of agents."""
+    """Measure a bus with ``count`` agents."""
     point = Point(count)
     with tempfile.TemporaryDirectory() as scratch:
         server = NatsServer(Path(scratch) / "bus")

@@ -1,8 +1,8 @@
 """A pytest plugin for ``tools.chaos.mutate`` that tries mutants in forks of a process that has loaded all tests.
 
 Each fork replaces the code of the mutant's function and runs the tests that reach the mutant's line until one fails.
-Agents that tests start as separate processes are not mutated, so the tests that use them may notice a surviving mutant
-only in the next stage.
+Agents that tests start as separate processes are not mutated. A mutant that survives here may therefore still be
+noticed in the next stage.
 """
 
 from __future__ import annotations

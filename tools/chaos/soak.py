@@ -108,7 +108,7 @@ class Record:
 
     @property
     def settled_at(self) -> float:
-        """Return the end of the first quarter."""
+        """Return the time at which the first quarter of the run ends."""
         return self.begun_at + (self.until - self.begun_at) / 4
 
     def settled(self) -> list[tuple[float, Size]]:
@@ -451,7 +451,7 @@ async def _sleeper(record: Record) -> None:
 
 
 async def soak(command: str, seconds: float, seed: int, profile: Profile = FAULTS) -> Record:
-    """Run the profile for this many seconds."""
+    """Subject an agent to the events of a profile for ``seconds`` seconds, and return the measurements."""
     async with stand(command) as one:
         await one.boot()
         await one.deploy(profile.jobs, 5, 4 << 20)

@@ -59,8 +59,8 @@ class Difference:
     is_refused: bool = False
     """Whether monit refused to unmonitor a service under the Go agent, because a stop was still in progress."""
     starts_in_turn: bool = False
-    """Whether the Director does not wait for the services in this phase, so that it sees states while monit is still
-    starting the services one by one.
+    """Whether the Director may see the services while monit is still starting them one by one, because it does not wait
+    for services outside the group vcap.
     """
     is_pending: bool = False
     """Whether, under both agents, the phase ``monit restart`` ended before the restart was complete."""
@@ -132,7 +132,9 @@ DEATHS: Final = ("death", "port closed", "unmonitor")
 """Phases in which processes are killed."""
 HOOKS: Final = re.compile(r"/bin/(pre-start|post-start|post-deploy|pre-stop|drain|post-stop|run)((?: .*)?)$")
 BUSY_WAIT: Final = 2.0
-"""The machine counts as too busy if a run has waited for a CPU this many times as long as it has used one."""
+"""Ratio of the time that a run has waited for a CPU to the CPU time that it has used. Above this ratio, the machine
+counts as too busy.
+"""
 VOLATILE: Final = re.compile(
     r"_|PWD|OLDPWD|SHLVL|AGENT_SHIM_\w+|BPM_STAND_IN|MONIT_DATE|MONIT_DESCRIPTION|MONIT_PROCESS_\w+"
 )
@@ -568,11 +570,11 @@ def _runs_beside(go: Phases, shim: Phases, name: str, what: str) -> bool:
 
 
 def _starts_in_adjacent_phase(go: Phases, shim: Phases, name: str, what: str) -> bool:
-    """Return True if, in this phase and an adjacent one together, both runs started this program equally often. The
+    """Return True if both runs started this program equally often in this phase and an adjacent one taken together. The
     runs then differ only in the moment at which a process reported its start.
 
-    The first of the two phases must be a start, because a start program may wait before it executes its program. If the
-    first phase is not a start, no process may have been replaced in either phase.
+    The first of the two phases must be a start phase, because a start program may wait before it executes its program.
+    For any other pair of phases, no process may have been replaced in either of them.
     """
     program = what.removesuffix(" lives")
 
@@ -728,6 +730,6 @@ def reasons(verdicts: list[Verdict]) -> str:
 
 
 def counts(verdicts: list[Verdict]) -> str:
-    """Return a paragraph that says how many jobs of each release were run."""
+    """Return a paragraph with the number of jobs of each release that could be rendered."""
     played = Counter(verdict.job.release.rpartition("/")[2] for verdict in verdicts if not verdict.not_rendered)
     return "\n" + ", ".join(f"{name} {count}" for name, count in sorted(played.items())) + "."

@@ -48,7 +48,7 @@ SETTINGS: Final = VCAP / "bosh/warden-cpi-agent-env.json"
 OBSERVER: Final = 59999
 LOOK_S: Final = 0.7
 LAST_LOOK_S: Final = 20
-"""Seconds that the get_state at the end of a phase may take. Its answer is compared."""
+"""Time limit in seconds for the get_state at the end of a phase, whose answer is compared."""
 SCRIPT_LIMIT_S: Final = 240.0
 START_LIMIT_S: Final = 20
 START_LIMIT_CYCLES: Final = 8
@@ -99,9 +99,9 @@ class Phase:
     """The answer to the action, or the error."""
     seconds: float = 0.0
     job_states: list[str] = field(default_factory=list)
-    """All states that the job passed through, without repetitions."""
+    """The states that the job passed through, in order. A new entry is added only when the state changes."""
     states: dict[str, list[str]] = field(default_factory=dict)
-    """All states that each process passed through, without repetitions."""
+    """The states that each process passed through, like ``job_states``."""
     running_after: float = -1.0
     events: list[list[Any]] = field(default_factory=list)
     """``[seconds, event, program]`` reported by stand-ins."""
@@ -389,7 +389,7 @@ class Life:
                 phase.texts[words] = await asyncio.to_thread(shell, f"/var/vcap/{place}/{words}")
 
     async def run(self, spec: dict[str, Any]) -> None:
-        """Run all phases."""
+        """Run all phases, but stop if the apply or the pre-start script fails."""
         if not await self._apply(spec):
             return
         await self.script("pre-start")

@@ -1,4 +1,4 @@
-"""Determines which package programs the lifecycle of a job needs, from the job's files."""
+"""Determine, from the files of a job, which programs of packages its lifecycle needs."""
 
 from __future__ import annotations
 

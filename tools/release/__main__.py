@@ -61,8 +61,8 @@ class Release:
         self._run(sys.executable, "-m", "tools.cpi_release.release", "--out", str(self.out))
 
     def images(self) -> None:
-        """Build an image for each architecture and save it as an OCI archive, which `skopeo copy` can push with the
-        same digest.
+        """Build an image for each architecture and save it as an OCI archive, which `skopeo copy` can push without
+        changing the digest.
         """
         for architecture, base in self.bases.items():
             given = [f"--platform=linux/{architecture}", f"--build-arg=BASE_IMAGE={base}", f"--timestamp={self.epoch}"]

@@ -39,7 +39,7 @@ class Runner:
         return [*self.inside, *argv]
 
     def __call__(self, *argv: str, is_secret: bool = False) -> str:
-        """Run a command on this machine and return its output. The output is printed as well unless ``is_secret``."""
+        """Run a command on this machine and return its output. Unless ``is_secret`` is set, also print the output."""
         return self._run(argv, is_secret=is_secret)
 
     def kubectl(self, *arguments: str) -> str:
