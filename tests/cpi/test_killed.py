@@ -191,7 +191,7 @@ def _outcome(case: KillCase, server: FakeApiServer, directory: Path, count: int)
 def test_create_vm_killed_between_secret_and_pod_can_be_retried(
     server: FakeApiServer, cpi: CpiCalls, cluster: FakeCluster
 ) -> None:
-    """Unlike the other tests, this one kills a real process with a real signal."""
+    """This test kills a real process with SIGKILL, whereas ``killed_after`` only simulates a kill."""
     request = cpi.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV], request_id="cpi-654321")
     command = [sys.executable, "-m", "kubernetes_cpi", "--config", str(cpi.file)]
     process: list[subprocess.Popen[bytes]] = []

@@ -80,7 +80,9 @@ def test_secrets_in_cluster_messages_are_not_passed_on(
     capfd: pytest.CaptureFixture[str],
     words: str,
 ) -> None:
-    """Messages of admission webhooks and kubelets may contain any text, including secrets of the VM."""
+    """Messages of admission webhooks and kubelets may contain any text, including secrets of the VM, so the CPI must
+    redact them.
+    """
     coded = base64.b64encode(words.encode()).decode()
     server.fail("POST secrets", times=9, status=422, message=f'Invalid value: "{words}", in base64 {coded}')
 

@@ -96,7 +96,7 @@ def test_recreation_annotation_on_a_foreign_claim_is_ignored(cpi: CpiCalls, clus
 
 
 def test_manually_labelled_claim_can_be_used_as_a_disk(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """An operator can label a claim by hand to use restored storage with `bosh attach-disk`."""
+    """An operator can label a claim of restored storage by hand and then use it with `bosh attach-disk`."""
     make(cluster, "persistentvolumeclaims", "restored", CLAIM, **OURS, **{"cpi.bosh.io/kind": "disk"})
     vm = cpi.create_vm()
 
