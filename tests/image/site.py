@@ -1,4 +1,4 @@
-"""An environment for the containers under test: a message bus, the other programs on the bus, podman, and a network."""
+"""What the containers under test need: a message bus with its other clients, podman, and a network."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SETTINGS: Final = "/var/vcap/bosh/warden-cpi-agent-env.json"
 AGENT_JSON: Final = "/var/vcap/bosh/agent.json"
 
 FULL: Final = ("--cap-add=all",)
-"""Options that grant all capabilities, as CPIs do. Unlike ``--privileged``, they do not give the container the
-machine's devices.
+"""Podman options that grant all capabilities, as CPIs do. Unlike ``--privileged``, they do not give the container
+access to the machine's devices.
 """
 
 
@@ -38,7 +38,7 @@ class ContainerSite(Environment):
     async def container(
         self, *command: str, options: tuple[str, ...] = FULL, files: dict[str, str] | None = None
     ) -> AsyncIterator[Container]:
-        """Run a container that can reach the bus. It has settings only if ``files`` contains them."""
+        """Run a container that can reach the bus. Without ``files``, it has no settings."""
         self.blobs.mkdir(exist_ok=True)
         options = (f"--network={self.network.name}", f"--volume={self.blobs}:{BLOBS}:ro", *options)
         async with pods.running(self.podman, self.image, *command, options=options, files=files) as container:
@@ -46,8 +46,8 @@ class ContainerSite(Environment):
 
 
 def project(directory: Path, name: str, content: str) -> None:
-    """Write a file of a volume as the kubelet does for a Secret. The file's link leads through the link ``..data`` to a
-    directory with a new name, and a change of the content replaces ``..data``.
+    """Write a file of a volume as the kubelet does for a Secret. The file is a symlink through the link ``..data`` into
+    a directory with a new name. To change the content, write a new directory and replace ``..data``.
     """
     kept = Path(tempfile.mkdtemp(prefix="..2026_", dir=directory))
     kept.chmod(0o755)
@@ -59,7 +59,7 @@ def project(directory: Path, name: str, content: str) -> None:
 
 
 async def get(container: Container, path: str) -> tuple[int, str]:
-    """Return the status and body of one of the agent's HTTP pages. Retries until the agent listens."""
+    """Return the status and body of one of the agent's HTTP pages. Retry until the agent listens."""
     url = f"http://{await container.address()}:9190{path}"
     async with asyncio.timeout(60):
         while True:

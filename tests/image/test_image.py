@@ -28,8 +28,8 @@ RSYSLOG = "imrelp omrelp lmnsd_gtls lmnsd_ossl mmjsonparse mmnormalize"
 
 
 async def test_container_without_settings_waits_for_them(site: ContainerSite) -> None:
-    """If there are no settings, or only an incomplete file, the readiness probe must report that the agent waits for
-    settings.
+    """If there are no settings, or only an incomplete file, the readiness probe must report that the agent is waiting
+    for them.
     """
     async with site.container() as container:
         assert await get(container, "/healthz") == (200, "ok\n")
@@ -55,8 +55,8 @@ async def test_image_runs_without_a_network(podman: Podman, image: str) -> None:
 
 
 def test_image_has_no_entrypoint_volumes_or_ports(podman: Podman, image: str) -> None:
-    """An entrypoint would change the complete commands that CPIs pass. CPIs also request volumes and ports
-    themselves.
+    """An entrypoint would be put in front of the complete commands that CPIs pass. Volumes and ports are declared by
+    the CPIs themselves.
     """
     config = json.loads(podman("image", "inspect", image))[0]["Config"]
 
@@ -73,7 +73,7 @@ def test_image_has_no_entrypoint_volumes_or_ports(podman: Podman, image: str) ->
 
 
 MOST = 350_000_000
-"""Maximum size in bytes of an image without compilers, if the base is as large as Debian's."""
+"""Maximum size in bytes of an image without compilers on a base as large as Debian's."""
 
 
 @pytest.mark.skipif("TEST_BASE_IMAGE" in os.environ, reason="the base that was asked for has a size of its own")
@@ -100,7 +100,7 @@ def test_image_stays_below_its_size_limit(podman: Podman, image: str) -> None:
     ],
 )
 def test_image_has_the_expected_users_modes_and_tools(podman: Podman, image: str, command: str, output: str) -> None:
-    """The image must have the users, modes and tools of a stemcell, but no secrets or host keys from its build."""
+    """The image must have a stemcell's users, modes and tools, but no secrets or host keys from its build."""
     run = podman.run("run", "--rm", "--network=none", image, "sh", "-c", command)
 
     assert run.stdout.decode().strip() == output
@@ -121,14 +121,14 @@ sshd -V 2>&1 | grep -q OpenSSH_10 || echo sshd
 
 @pytest.mark.skipif(not pods.IS_NEXT, reason="this base is not like Ubuntu 26.04: run ./dev test-next")
 def test_next_base_has_the_programs_of_ubuntu_26_04(podman: Podman, image: str) -> None:
-    """Under the usual names, scripts on this base find uutils, sudo-rs, Python 3.14, OpenSSH 10 and our chpst."""
+    """Scripts on this base must find uutils, sudo-rs, Python 3.14, OpenSSH 10 and our chpst under the usual command
+    names.
+    """
     assert podman("run", "--rm", "--network=none", image, "bash", "-c", NEXT_PROGRAMS) == ""
 
 
 def test_every_module_in_the_image_is_compiled(podman: Podman, image: str) -> None:
-    """The compiled modules must have unchecked hashes, so that Python neither recompiles them nor reads the source to
-    check whether it has changed.
-    """
+    """The compiled modules must have unchecked hashes, so that Python does not recompile them or read their source."""
     script = """
 import importlib.util, pathlib
 lib = pathlib.Path("/opt/agent_shim/lib")
@@ -179,7 +179,7 @@ async def test_operator_shells_have_the_agents_path_and_prompt(podman: Podman, i
 
 @pytest.mark.parametrize("way", [[], ["sudo"]])
 def test_agent_commands_are_in_the_path(podman: Podman, image: str, way: list[str]) -> None:
-    """The commands include ``monit`` and ``bpm``. They must be in the PATH even after sudo has reset it."""
+    """The commands, including ``monit`` and ``bpm``, must be in the PATH even after sudo has reset it."""
     find = ["sh", "-c", "command -v agent-shim; command -v monit; command -v bpm"]
     said = podman("run", "--rm", "--network=none", image, *way, *find)
 
@@ -187,7 +187,9 @@ def test_agent_commands_are_in_the_path(podman: Podman, image: str, way: list[st
 
 
 def test_commands_with_names_of_other_programs_run_the_agent(podman: Podman, image: str) -> None:
-    """The wheel does not install the links with these names, so the image must."""
+    """The wheel does not install ``bpm``, ``monit`` and ``bosh-agent``, which are links to ``agent-shim``, so the image
+    must.
+    """
     ask = "bpm version; monit -V | tail -n 1; /opt/agent_shim/bin/bosh-agent -v"
     said = podman("run", "--rm", "--network=none", image, "sh", "-c", ask).splitlines()
     version = said[0]
@@ -204,7 +206,7 @@ def test_shells_in_the_image_complete_agent_commands(podman: Podman, image: str)
 
 
 async def test_env_bosh_options_are_applied_or_refused_with_a_log_message(site: ContainerSite) -> None:
-    """The agent must remove the static libraries that a file in the image lists, and keep its settings in memory. It
+    """The agent must remove the static libraries listed in a file of the image, and keep its settings in memory. It
     must refuse ``swap_size``, because swap space belongs to the host.
     """
     settings = json.loads(site.settings())

@@ -1,4 +1,4 @@
-"""PID 1 of the image restarts a crashed agent without restarting the jobs, and shuts the container down in order."""
+"""The image's PID 1 restarts a crashed agent without restarting the jobs, and shuts the container down in order."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ async def pid_of_job(container: Container) -> str:
 async def test_container_starts_with_any_capabilities_or_user(
     podman: Podman, image: str, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """Without settings, the agent must wait for them, even as an ordinary user on a read-only root file system."""
+    """Without settings, the agent must wait for them, even if it runs as an ordinary user on a read-only root file
+    system.
+    """
     tmp_path.chmod(0o777)
     options = ("--network=none", *(option.format(volume=tmp_path) for option in options))
     async with pods.running(
@@ -62,7 +64,7 @@ async def test_container_starts_with_any_capabilities_or_user(
 
 
 async def test_crashed_agent_is_restarted_and_jobs_continue(site: ContainerSite) -> None:
-    """The container must keep running, and the job's pid must stay the same."""
+    """The container must keep running, and the job must keep its pid."""
     async with site.container() as container:
         await container.put(SETTINGS, site.settings())
         await site.deploy()
@@ -93,7 +95,7 @@ async def test_stop_signals_to_pid_1_stop_the_container_in_order(site: Container
 
 
 async def test_unclean_container_stop_is_visible_in_the_exit_code(site: ContainerSite) -> None:
-    """The drain takes longer than the grace period, so it is aborted, and the container must exit with 1."""
+    """The drain takes longer than the grace period. It must be aborted, and the container must exit with code 1."""
     async with site.container("/sbin/init", options=("--env=AGENT_SHIM_GRACE=4",)) as container:
         await container.put(SETTINGS, site.settings())
         await site.deploy({"sleeper": draining(600, leaves="/dev/null")})
@@ -105,8 +107,8 @@ async def test_unclean_container_stop_is_visible_in_the_exit_code(site: Containe
 
 
 async def test_stop_signal_aborts_a_drain_that_is_already_running(site: ContainerSite) -> None:
-    """In an eviction, the kubelet gives the preStop hook one second and then the container two more. The jobs must be
-    stopped within this time.
+    """When the kubelet evicts a pod, it gives the preStop hook one second, and then the container two more. The jobs
+    must be stopped within this time.
     """
     leaves = "/var/vcap/data/trace"
     async with site.container("/sbin/init") as container:
@@ -143,8 +145,8 @@ async def test_operator_can_log_in_with_bosh_ssh(site: ContainerSite) -> None:
 
 
 async def test_agent_does_not_inherit_the_container_environment(podman: Podman, image: str) -> None:
-    """Environment variables of a pod must not reach the scripts of jobs, so the init passes only the agent's own
-    variables to the agent.
+    """A pod's environment variables must not reach job scripts, so the init passes only the agent's own variables on to
+    the agent.
     """
     options = ("--network=none", "--env=SECRET=x", "--env=KUBERNETES_PORT=y", "--env=AGENT_SHIM_GRACE=9")
     async with pods.running(podman, image, options=options) as container:
@@ -158,7 +160,7 @@ async def test_agent_does_not_inherit_the_container_environment(podman: Podman, 
 
 
 async def test_pid_1_reaps_orphans(podman: Podman, image: str) -> None:
-    """When an orphan exits, it must not remain as a zombie."""
+    """An orphan that has exited must not remain as a zombie."""
     async with pods.running(podman, image, options=("--network=none",)) as container:
         await container.until(1, *READY)
         waits = "until test -e /tmp/go; do sleep 0.1; done"

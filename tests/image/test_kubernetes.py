@@ -36,7 +36,9 @@ LAST_WORDS: Final = ("/opt/agent_shim/bin/agent-shim", "drain", "--timeout", "50
 
 @dataclass(frozen=True)
 class Tier:
-    """The ``user`` of the agent in an overlay's pod, and what ``doctor`` should report for it."""
+    """What to expect of an overlay's pod. ``user`` is the agent's user, and ``called`` is the name by which ``doctor``
+    refers to the tier.
+    """
 
     user: str
     called: str
@@ -76,7 +78,7 @@ def example(podman: Podman, image: str) -> str:
 
 
 def adapted_manifests(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
-    """Return an overlay's manifests, adapted for ``kube play``, and the pod in them. The volumes are directories in
+    """Return an overlay's manifests, adapted for ``kube play``, and the pod among them. Volumes become directories in
     ``scratch``.
     """
     documents = list(yaml.safe_load_all(manifests(name)))
@@ -108,8 +110,8 @@ def adapted_manifests(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
 def mapped(
     text: str, pod: dict[str, Any], network: pods.ContainerNetwork, scratch: Path
 ) -> tuple[tuple[str, ...], list[str]]:
-    """Return the options and the command for ``podman run`` that simulate a pod with a user namespace, which ``kube
-    play`` does not support.
+    """Return the options and the command with which ``podman run`` simulates a pod with a user namespace. ``kube play``
+    does not support such pods.
     """
     spec = pod["spec"]["containers"][0]
     (scratch / "config").mkdir()
@@ -130,8 +132,8 @@ def mapped(
 async def played(
     podman: Podman, network: pods.ContainerNetwork, name: str, scratch: Path, secret: tuple[str, str] | None = None
 ) -> AsyncIterator[Container]:
-    """Run the pod of an overlay and yield its container. ``secret`` is the name and the content of a file for the
-    volume "settings".
+    """Run an overlay's pod and yield its container. ``secret`` is the name and the content of a file in the volume
+    "settings".
     """
     text, pod = adapted_manifests(name, scratch)
     if secret:
@@ -156,7 +158,7 @@ async def played(
 
 
 async def answer(container: Container, port: int, path: str) -> str:
-    """Return an HTTP page from the pod. Retries until the page is available."""
+    """Fetch an HTTP page from the pod, retrying until it is available. Return the page's text."""
     url = f"http://{await address(container)}:{port}{path}"
 
     def ask() -> str:
@@ -187,9 +189,7 @@ async def user_of(container: Container, words: str) -> str:
 async def test_job_answers_in_every_security_tier(
     podman: Podman, example: str, network: pods.ContainerNetwork, tmp_path: Path, name: str, tier: Tier
 ) -> None:
-    """The pod must become ready, ``doctor`` must report the privileges of the tier, and the preStop hook must drain the
-    job.
-    """
+    """The pod must become ready, ``doctor`` must report the tier's privileges, and the job must be drained."""
     async with played(podman, network, name, tmp_path) as container:
         assert await answer(container, 9190, "/readyz") == "jobs are running\n"
         assert await answer(container, 8080, "/") == "hello from hello\n"
@@ -202,8 +202,8 @@ async def test_job_answers_in_every_security_tier(
 
 
 async def test_pod_of_the_cpi_keeps_jobs_when_its_secret_changes_or_it_restarts(site: ContainerSite) -> None:
-    """A Director deploys to the pod. Changed settings must not restart the agent. When the container is restarted, the
-    disk must be mounted and the job started again.
+    """A Director deploys to the pod. When the settings in the Secret change, the agent must not be restarted. When the
+    container is restarted, the disk must be mounted and the job started again.
     """
     disk = {"system": "", "persistent": {"disk-1": "/warden-cpi-dev/disk-1"}}
     file = "config.json"
@@ -228,8 +228,8 @@ async def test_pod_of_the_cpi_keeps_jobs_when_its_secret_changes_or_it_restarts(
 
 
 async def kill_from_outside(podman: Podman, container: Container) -> None:
-    """Kill PID 1 with a signal from the host, because podman does not restart a container that was stopped with
-    podman's own commands.
+    """Kill PID 1 from the host, because podman does not restart a container that was stopped with podman's own
+    commands.
     """
     form = "{{.State.Pid}}"
     first = int(await asyncio.to_thread(podman, "inspect", "--format", form, container.name))
@@ -256,7 +256,7 @@ async def test_restarted_container_starts_its_job_again(
 
 
 def remove_pod(podman: Podman, manifest: Path, pod: str) -> None:
-    """Remove a pod. The command is retried, because podman 4.3 fails while conmon is still in the pod's cgroup."""
+    """Remove a pod, retrying because podman 4.3 fails while conmon is still in the pod's cgroup."""
     for _ in range(30):
         podman.run("kube", "down", str(manifest))
         if podman.run("pod", "exists", pod).returncode:
@@ -300,8 +300,8 @@ async def test_example_pod_keeps_its_disk_when_it_is_started_again(
 async def test_doctor_proposes_no_further_changes_after_its_patch_is_applied(
     podman: Podman, image: str, network: pods.ContainerNetwork, tmp_path: Path
 ) -> None:
-    """kubectl must accept the patch that ``doctor`` proposes, and ``doctor`` must propose nothing more in the patched
-    container.
+    """kubectl must accept the patch that ``doctor`` proposes. In a container with that patch, ``doctor`` must propose
+    nothing.
     """
     name = f"shim-patch-{os.getpid()}"
     context = {"readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"], "add": ["CHOWN", "NET_RAW"]}}

@@ -29,9 +29,7 @@ KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 @contextmanager
 def index(wheels: Path, where: Path) -> Iterator[str]:
-    """Serve a directory of wheels over HTTPS and yield the URL. The CA's certificate is written to ``ca.crt`` in
-    ``where``.
-    """
+    """Serve a directory of wheels over HTTPS and yield the URL. The CA certificate is written to ``where/ca.crt``."""
 
     def openssl(*words: str) -> None:
         subprocess.run(["openssl", *words], cwd=where, check=True, capture_output=True)
@@ -60,7 +58,7 @@ def index(wheels: Path, where: Path) -> Iterator[str]:
 
 
 def test_image_is_built_behind_a_private_ca(podman: Podman, base: str, image: str, tmp_path: Path) -> None:
-    """The test uses the commands in docs/kubernetes.md. Without the CA's certificate, the build must fail."""
+    """The test uses the commands in docs/kubernetes.md. Without the CA certificate, the build must fail."""
     version = podman("run", "--rm", "--network=none", image, "/opt/agent_shim/python/bin/python3", "-V").split()[1]
     wheels, tree = tmp_path / "wheels", tmp_path / "tree"
     for lock in ("build", "runtime"):

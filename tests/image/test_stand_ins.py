@@ -1,4 +1,4 @@
-"""Stand-ins for the commands with which releases control system services, in a container without systemd."""
+"""Stand-ins for the commands that releases use to control system services, in a container without systemd."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ async def test_service_commands_answer_like_the_real_programs(container: Contain
 
 
 async def test_runit_service_of_a_release_is_supervised(container: Container) -> None:
-    """A release can add a directory to /etc/sv. ``sv`` must then be able to start the service, and the init must
-    supervise it.
+    """If a release adds a directory to /etc/sv, ``sv`` must be able to start the service, and the init must supervise
+    it.
     """
     await container.exec(
         *("sh", "-c"),
@@ -94,10 +94,9 @@ async def test_resolvectl_puts_the_name_server_of_bosh_dns_first_and_removes_it(
 
 
 async def test_logrotate_rotates_only_system_logs(container: Container) -> None:
-    """The agent rotates job logs itself. If both the agent and logrotate copied and truncated the same file, lines
-    would be lost.
+    """The agent rotates job logs itself. If logrotate copied and truncated the same files, lines would be lost.
 
-    System logs are renamed instead, and the programs that write them continue in a new file.
+    System logs are renamed instead of truncated, and the programs that write them continue in a new file.
     """
     await container.exec(
         "sh", "-c", "mkdir -p /var/vcap/data/sys/log/job; yes | head -c 60M >/var/vcap/data/sys/log/job/job.log"
@@ -155,8 +154,8 @@ CHPST = [
 
 @pytest.mark.parametrize(("arguments", "code"), CHPST)
 async def test_chpst_behaves_like_the_one_of_runit(container: Container, arguments: str, code: int) -> None:
-    """If the base image contains runit's chpst, output and exit codes are compared with it. Only error messages may
-    differ.
+    """The output and exit codes are compared with those of runit's chpst if the base image contains it. Only error
+    messages may differ.
     """
     await container.exec(
         "sh",
@@ -175,8 +174,8 @@ async def test_chpst_behaves_like_the_one_of_runit(container: Container, argumen
 
 
 async def test_chpst_passes_its_environment_on_unchanged(container: Container) -> None:
-    """Our chpst is a Python program. Without a locale in the environment, Python adds LC_CTYPE, which must not be
-    passed on to the program that chpst executes.
+    """Our chpst is a Python program. Without a locale in the environment, Python sets LC_CTYPE, which must not reach
+    the program that chpst executes.
     """
     seen = await container.exec("env", "-i", "A=b", "/opt/agent_shim/stand-ins/chpst", "/usr/bin/env")
 

@@ -1,7 +1,6 @@
-"""The image runs jobs under each known CPI, with the start command and the way of passing settings that the CPI uses.
+"""The image must run jobs under each known CPI, with that CPI's start command and its way of passing settings.
 
-The commands are copied from the CPIs. Most of them are chains with ``&&``, so the container would exit if one of the
-commands failed.
+The commands are copied from the CPIs. Most of them are chains with ``&&``, so the container exits if one command fails.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ def chain(*commands: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class CpiStart:
-    """A CPI's start ``command``, and how the CPI passes settings.
+    """A CPI's start ``command``, and how the CPI passes settings and disks.
 
-    Settings are written to ``path``, either as a file that is copied into the running container or through a
-    ``volume``. With ``directory``, the volume is a directory with links, as the kubelet creates it for a Secret. With
-    ``whole_tree``, another volume hides the image's /var/vcap. Disks appear in the directory ``disks``. ``options`` are
-    options of ``podman run``.
+    The settings are at ``path``. They are copied into the running container, or with ``volume`` they are mounted. With
+    ``directory``, the volume is a directory with links, as the kubelet creates it for a Secret. With ``whole_tree``,
+    another volume hides the image's /var/vcap. ``disks`` is the directory in which disks appear, and ``options`` are
+    passed to ``podman run``.
     """
 
     command: tuple[str, ...]
@@ -150,7 +149,7 @@ async def started(
 
 
 def disks_of(directory: str) -> dict[str, Any]:
-    """Return the member ``disks`` of the settings for a disk in this directory."""
+    """Return the value of ``disks`` in the settings for a disk in this directory."""
     return {"system": "", "persistent": {DISK: f"{directory}/{DISK}"}}
 
 
@@ -218,8 +217,8 @@ async def test_image_runs_jobs_under_every_cpi(site: ContainerSite, cpi: CpiStar
 
 @pytest.mark.parametrize("cpi", CPIS.values(), ids=CPIS.keys())
 async def test_container_names_resolve_from_boot_on(site: ContainerSite, cpi: CpiStart) -> None:
-    """If a CPI unmounts /etc/hosts, the image's own file is empty. The agent must fill it, because a compilation VM
-    would otherwise have no names: its Director never sends DNS records.
+    """If a CPI unmounts /etc/hosts, the image's own file, which is empty, becomes visible. The agent must fill it at
+    boot, because the Director never sends DNS records to a compilation VM.
 
     If a CPI unmounts /etc/hostname, the agent must also set the host name.
     """
@@ -243,11 +242,11 @@ def servers(resolv_conf: str) -> list[str]:
 
 
 async def test_agent_runs_next_to_another_pid_1(site: ContainerSite) -> None:
-    """Garden runs its own PID 1 and executes the start command as another process. The agent must start although one of
-    the unmounts in that command fails.
+    """Garden runs its own PID 1 and executes the start command as a separate process. The agent must start although an
+    unmount in that command fails.
 
-    A disk is then attached to the running container, so a mount appears and the settings are written again. The agent
-    must mount the disk on the store.
+    A disk is then attached live: a mount appears, and the settings are written again. The agent must mount the disk on
+    the store.
     """
     script = "\n".join([*UMOUNT, "umount /etc/nothing", *SYS, NO_CHRONY, RUNSVDIR])
     disks = DiskDirectory(site.scratch / "disks", site.scratch / "kept")
@@ -269,8 +268,8 @@ async def test_agent_runs_next_to_another_pid_1(site: ContainerSite) -> None:
 
 
 async def test_jobs_run_again_after_a_recreation_by_the_docker_cpi(site: ContainerSite) -> None:
-    """To attach a disk, this CPI kills the container, deletes its data and starts a new container, into which it copies
-    saved files only after the start.
+    """To attach a disk, the Docker CPI kills the container, deletes its data and starts a new container. Saved files
+    are copied into the new container only after it has started.
 
     Until then, the agent has an incomplete settings file, and credentials that the bus no longer accepts.
     """
@@ -302,8 +301,8 @@ async def test_jobs_run_again_after_a_recreation_by_the_docker_cpi(site: Contain
 
 @pytest.mark.parametrize("name", ["kubernetes (cppforlife)", "kubernetes (sykesm)", "kubernetes (SAP)"])
 async def test_jobs_run_again_after_a_recreation_by_the_kubernetes_cpis(site: ContainerSite, name: str) -> None:
-    """The new pod has the disk. The agent must find the disk's path in the settings, because the Director sends no
-    hint.
+    """The new pod has the disk. Because the Director sends no hint, the agent must find the disk's path in the
+    settings.
 
     If the pod is recreated once more, the agent must mount the disk before the Director requests it.
     """
@@ -329,8 +328,8 @@ async def test_jobs_run_again_after_a_recreation_by_the_kubernetes_cpis(site: Co
 
 
 async def test_jobs_run_again_after_a_restart_with_the_same_root_file_system(site: ContainerSite) -> None:
-    """The LXD CPI restarts the container to reboot the VM or to attach a disk. It describes a disk with a map that
-    contains the path, where most CPIs send the path itself, so the agent must be able to find the disk from such a map.
+    """The LXD CPI restarts the container to reboot the VM or to attach a disk. As the disk hint it sends a map that
+    contains the path, where most CPIs send the path itself. The agent must find the disk from such a map.
 
     After the second restart, the disk must be mounted and the job must run without another deploy.
     """
@@ -362,7 +361,9 @@ async def test_jobs_run_again_after_a_restart_with_the_same_root_file_system(sit
 
 
 async def test_jobs_run_again_in_a_new_container_with_the_same_volumes(site: ContainerSite) -> None:
-    """A kubelet gives a restarted container a new root file system. The jobs must run without another deploy."""
+    """A kubelet gives a restarted container a new root file system. The agent must start the jobs without another
+    deploy.
+    """
     cpi = CPIS["kubernetes (sykesm)"]
     data = site.scratch / "data"
     data.mkdir()

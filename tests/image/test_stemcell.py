@@ -23,9 +23,7 @@ from tests.support.source import ROOT
 pytestmark = pytest.mark.image
 
 MOST = 80_000_000
-"""Maximum size in bytes of /opt/agent_shim. This directory contains almost everything that the overlay adds to a
-base.
-"""
+"""Maximum size in bytes of /opt/agent_shim, which contains almost everything that the overlay adds to a base."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +43,7 @@ def unpacked(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_stemcell_image_has_the_build_time_as_modification_time(unpacked: Path) -> None:
-    """The LXD CPI uses this time as the creation date of the LXD image, and LXD refuses 0."""
+    """The LXD CPI uses this time as the creation date of the LXD image, and LXD refuses the time 0."""
     assert (unpacked / "image").stat().st_mtime == stemcell.build_time() > 0
 
 
@@ -85,7 +83,7 @@ def test_stemcell_has_the_members_that_director_and_cpis_expect(unpacked: Path) 
 
 
 def test_stemcell_tarball_is_not_larger_than_its_content(unpacked: Path) -> None:
-    """The files in the tarball are already compressed, so the tarball itself must not be compressed."""
+    """The tarball must not be compressed, because the files in it already are."""
     packed = sum(path.stat().st_size for path in unpacked.iterdir() if path.is_file())
 
     assert int((unpacked.parent / "size").read_text()) < packed * 1.001
@@ -94,7 +92,7 @@ def test_stemcell_tarball_is_not_larger_than_its_content(unpacked: Path) -> None
 def test_stemcell_for_another_operating_system_than_its_image_is_rejected(
     podman: Podman, image: str, tmp_path: Path
 ) -> None:
-    """If the stemcell named the wrong operating system, the Director would install the wrong addons on its VMs."""
+    """With the wrong operating system in its manifest, the stemcell would get the wrong addons from the Director."""
     program = [sys.executable, str(ROOT / "stemcell_overlay/stemcell.py"), "--image", image, "--out", str(tmp_path)]
     environment = {**os.environ, "CONTAINERS_CONF": str(podman.config)}
     done = subprocess.run([*program, "--os", "ubuntu-xenial"], capture_output=True, text=True, env=environment)

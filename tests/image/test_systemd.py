@@ -68,7 +68,7 @@ async def shown(container: Container, member: str) -> str:
 
 
 async def test_restart_of_the_agent_unit_does_not_restart_jobs(site: ContainerSite, container: Container) -> None:
-    """The unit must also be active before there are settings, and be known by its alias bosh-agent."""
+    """The unit must also be active before there are settings, and its alias bosh-agent must work."""
     await container.until(0, "systemctl", "is-active", "--quiet", "bosh-agent")
     await container.put(SETTINGS, site.settings())
     await site.deploy()
@@ -83,8 +83,8 @@ async def test_restart_of_the_agent_unit_does_not_restart_jobs(site: ContainerSi
 
 
 async def test_sshd_unit_finds_host_keys(container: Container) -> None:
-    """The image contains no host keys, so they must be generated. Without host keys, the sshd unit of Debian's package
-    does not start.
+    """The image contains no host keys, so they must be generated before sshd starts. Without them, Debian's sshd unit
+    fails.
     """
     await container.until(0, "systemctl", "is-active", "--quiet", "ssh")
 
@@ -92,7 +92,7 @@ async def test_sshd_unit_finds_host_keys(container: Container) -> None:
 
 
 async def test_systemd_watchdog_restarts_a_hanging_agent(container: Container) -> None:
-    """An agent that works must run longer than the watchdog timeout. An agent stopped with SIGSTOP must be killed and
+    """A working agent must keep running beyond the watchdog timeout. An agent stopped with SIGSTOP must be killed and
     restarted.
     """
     await container.until(0, "systemctl", "is-active", "--quiet", UNIT)

@@ -1,5 +1,5 @@
-"""The agent on an unmodified stemcell image. A volume contains the agent, and the overlay is applied at each start of
-the container.
+"""Runs the agent on an unmodified stemcell image. The agent is in a volume, and applies the overlay each time the
+container starts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ APPLY = ("/opt/agent_shim/python/bin/python3", "-IB", "/opt/agent_shim/overlay/a
 
 @pytest.fixture(scope="module")
 def volume(podman: Podman, base: str, image: str) -> str:
-    """Provide an image for an image volume. It contains only the files of /opt/agent_shim."""
+    """Provide an image that contains only the files of /opt/agent_shim and can be mounted as an image volume."""
     return pods.build(podman, base, "volume")
 
 
@@ -47,8 +47,8 @@ def copied(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFactory)
 async def test_unmodified_stemcell_runs_the_agent_from_a_volume(
     site: ContainerSite, stemcell: str, volume: str, copied: Path, way: str
 ) -> None:
-    """The volume must not be changed. After a restart, the start script must recognize that the overlay is already
-    applied.
+    """The volume must not be changed. After a restart, the start script must recognize that the overlay has already
+    been applied.
     """
     image_volume = f"--mount=type=image,source={volume},destination=/opt/agent_shim"
     option = image_volume if way == "image volume" else f"--volume={copied}:/opt/agent_shim:ro"
@@ -77,7 +77,7 @@ def test_overlay_applied_twice_changes_nothing(podman: Podman, stemcell: str, vo
 
 
 async def test_overlay_reports_missing_libraries_of_the_interpreter(podman: Podman, base: str, volume: str) -> None:
-    """Plain Debian lacks some packages that a stemcell has, and the error must name them."""
+    """Plain Debian lacks some of a stemcell's packages, and the error must name them."""
     mount = f"--mount=type=image,source={volume},destination=/opt/agent_shim"
     run = await asyncio.to_thread(podman.run, "run", "--rm", "--network=none", mount, base, *START)
 

@@ -26,7 +26,7 @@ from tests.support.source import ROOT
 pytestmark = pytest.mark.image
 
 FORMER: Final = {"0.2.0": "9b696af0"}
-"""Versions and commits of the last two releases. So far there is only one."""
+"""Version and commit of each of the last two releases. So far there is only one."""
 CPI: Final = CPIS["kubernetes (sykesm)"]
 OVERLAY: Final = ("stemcell_overlay", "systemd")
 PID: Final = ("cat", "/var/vcap/sys/run/sleeper/sleeper.pid", "/var/vcap/sys/run/user/user.pid")
@@ -40,7 +40,7 @@ rm -r /mnt/program
 
 @dataclasses.dataclass(frozen=True)
 class ReleasedImage:
-    """The image of a release and the source tree that it was built from."""
+    """A release's image and the source tree from which it was built."""
 
     image: str
     tree: Path
@@ -86,9 +86,9 @@ def now(image: str) -> ReleasedImage:
 
 
 def release(version: str) -> Mapping[str, Mapping[str, str | bytes]]:
-    """Return two jobs. One runs as root, the other as vcap, and the second one needs access through ``/var/vcap/data``.
+    """Return two jobs: ``sleeper`` runs as root, and ``user`` runs as vcap and needs access through ``/var/vcap/data``.
 
-    The second job has a script that depends on ``version``.
+    A script of ``user`` depends on ``version``, so another version is a changed job.
     """
     user = jobs.process(Paths(), "user", "echo $$ >$pidfile; exec chpst -u vcap:vcap /var/vcap/jobs/user/bin/run")
     run = f"#!/bin/sh\n# {version}\nexec sleep 1000\n"
@@ -100,7 +100,7 @@ def site_with(site: ContainerSite, one: ReleasedImage) -> ContainerSite:
 
 
 async def check_jobs_and_disk(site: ContainerSite, container: Container) -> None:
-    """Check that the jobs run, and that the disk with its file is mounted at the store."""
+    """Check that the jobs run, and that the disk with the test's file is mounted at the store."""
     await site.until_state("running")
     assert await site.director.run(AGENT, "list_disk") == [DISK]
     await container.exec("test", "-e", "/var/vcap/store/kept")
@@ -131,8 +131,8 @@ async def test_upgrade_and_rollback_keep_jobs_on_the_same_volumes(
 async def test_rollback_runs_jobs_of_vcap_on_a_volume_created_with_mode_0750(
     site: ContainerSite, former: ReleasedImage, now: ReleasedImage
 ) -> None:
-    """Under the earlier release, vcap could not enter such a volume. This release changes the mode, so vcap can enter
-    it after the rollback as well.
+    """Under the earlier release, vcap could not enter a volume with this mode. This release changes the mode, so vcap
+    can still enter the volume after a rollback.
     """
     data = site.scratch / "data"
     data.mkdir(mode=0o750)
@@ -148,7 +148,7 @@ async def test_rollback_runs_jobs_of_vcap_on_a_volume_created_with_mode_0750(
 async def test_agent_program_is_replaced_and_restored_without_restarting_jobs(
     site: ContainerSite, podman: Podman, former: ReleasedImage, now: ReleasedImage
 ) -> None:
-    """The agent is replaced in the running container, first with this release and then with the earlier release."""
+    """In the running container, the agent is replaced first with this release and then with the earlier one."""
     disk = site.scratch / "disk"
     disk.mkdir()
     settings = site.settings(disks=disks_of(CPI.disks))
