@@ -1,8 +1,8 @@
-"""``./dev chaos [CASE or ARGUMENT of pytest]...``: run the cases, and write their rows into docs/reliability.md.
+"""``./dev chaos [CASE or pytest ARGUMENT]...``: run the cases, and write their rows into docs/reliability.md.
 
-CASE is the id of a case or the letter of a group, such as ``C-01`` or ``N``. ``--into FILE`` selects another page. For
-another agent (``--agent-command``), nothing is written unless ``--into`` is given. If started by root, the cases run
-in a PID namespace with their own PID 1, and those marked ``guest`` run in a virtual machine.
+CASE is the id of a case or the letter of a group, such as ``C-01`` or ``N``. ``--into FILE`` selects another page. With
+another agent (``--agent-command``), nothing is written unless ``--into`` is given. If started by root, the cases run in
+a PID namespace with their own PID 1, and those marked ``guest`` run in a virtual machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODULE: Final = "tests.chaos"
 
 
 def main(words: Sequence[str]) -> int:
-    """Run pytest here or in the virtual machine, and return its exit code."""
+    """Run the cases on this machine, or in the virtual machine those that need it. Return pytest's exit code."""
     cases: list[str] = []
     arguments: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
@@ -59,7 +59,7 @@ def pytest(arguments: Sequence[str]) -> int:
 
 
 def in_guest(arguments: Sequence[str]) -> int:
-    """Run the selected cases that need their own kernel in a virtual machine, and write their rows."""
+    """Run those of the selected cases that need their own kernel in a virtual machine, and write their rows."""
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/chaos", "-m", "guest", *arguments],
         capture_output=True,

@@ -15,15 +15,17 @@ Play = Callable[[Stand], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Case:
-    """A case, which is a row of the scorecard. ``scale`` describes how an ordinary run is smaller than a full one."""
+    """A case, which is one row of the scorecard. ``scale`` says in which way an ordinary run is smaller than a full
+    one.
+    """
 
     id: str
     fault: str
     scale: str = ""
     has_full: bool = False
-    """Whether the case is reduced when it runs without ``--full``."""
+    """Whether the case is larger when it runs with ``--full``."""
     is_long: bool = False
-    """Whether the case takes more than ten seconds, which excludes it from the daily tests."""
+    """Whether the case takes more than ten seconds. If so, the daily tests leave it out."""
     guest: bool = False
     """Whether the case runs in the virtual machine of ``tests.support.guest``, because it needs to change clocks, or
     needs cgroup v2, the device mapper or netem.
@@ -43,7 +45,7 @@ def case(
     guest: bool = False,
     attack: str = "",
 ) -> Callable[[Play], Play]:
-    """Mark a test as a case, which injects a fault and fails unless the agent recovers and the invariants hold.
+    """Register a test as a case. It injects a fault, and fails unless the agent recovers and the invariants hold.
 
     ``attack`` is the attack in docs/attacks.md that the case performs, if any.
     """

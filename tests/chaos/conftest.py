@@ -19,7 +19,7 @@ LIMIT: Final = 900.0
 """Maximum duration of a case in seconds."""
 FULL_LIMIT: Final = 3 * 3600.0
 LAST_CHARS: Final = 3000
-"""Number of characters of the agent's log that are shown after a failure."""
+"""Number of characters from the end of the agent's log that are shown after a failure."""
 REPORTS: Final = pytest.StashKey[list[pytest.TestReport]]()
 
 
@@ -36,8 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def option(config: pytest.Config, name: str) -> Any:
-    """Return a command line option, or its default if pytest was started for another directory and does not
-    define it.
+    """Return a command line option. If pytest was started for another directory, which does not define the option,
+    return the option's default.
     """
     return config.getoption(name, {"agent_command": COMMAND, "full": False, "times": 1}.get(name))
 
@@ -55,7 +55,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Make ``-k N-02`` select a case and ``-k N-`` a group."""
+    """Let ``-k N-02`` select a case, and ``-k N-`` a group."""
     if (case := case_of(item)) is not None:
         item.extra_keyword_matches.add(case.id)
         item.add_marker(pytest.mark.timeout(FULL_LIMIT if option(item.config, "full") else LIMIT))
@@ -65,7 +65,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With ``--full``, select only the cases that are otherwise reduced."""
+    """With ``--full``, select only the cases that are larger with that option."""
     if option(config, "full"):
         items[:] = [item for item in items if (case := case_of(item)) is not None and case.has_full]
 
@@ -79,7 +79,7 @@ async def stand(request: pytest.FixtureRequest) -> AsyncIterator[Stand]:
 
 @pytest.fixture
 async def witness(stand: Stand, request: pytest.FixtureRequest) -> AsyncIterator[Witness]:
-    """Check all invariants after a case whose own checks have passed."""
+    """Provide the stand's witness. After a case whose own checks have passed, check all invariants."""
     yield stand.witness
     if stand.figures and (broken := await stand.witness.broken()):
         raise NotHeldError("; ".join(broken))
@@ -119,7 +119,7 @@ def pytest_runtest_makereport(
 
 
 class Scorecard:
-    """The rows of this run. Each row is written into the page as soon as its case has ended."""
+    """The rows of this run. Each row is written into the page as soon as its case has finished."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._into: Path | None = config.getoption("into", None)
@@ -135,7 +135,9 @@ class Scorecard:
                     write(self._into, [self._whole(row.id)])
 
     def _whole(self, number: str) -> Row:
-        """Return the row for all runs of a case so far: the row of the first failed run, or else of the last run."""
+        """Return one row for all runs of a case so far: that of the first failed run or, if none failed, of the last
+        run.
+        """
         rows = self._rows[number]
         row = next((row for row in rows if row.verdict != "held"), rows[-1])
         return row.dated(FULL if self._is_full else f"{len(rows)} of {self._times}" if self._times > 1 else "")

@@ -1,7 +1,7 @@
-"""Finds the messages with which a case can fail, without running it.
+"""Finds the messages with which a case can fail, without running the case.
 
-A saboteur only counts as caught if the message of the failed case matches its pattern. Running all saboteurs takes
-hours, so somebody who changes a message but forgets the pattern would not notice it for a long time. Comparing the
+A saboteur counts as caught only if the message of the failed case matches the saboteur's pattern. Running all saboteurs
+takes hours, so a changed message whose pattern was forgotten would stay unnoticed for a long time. Comparing the
 patterns with the messages in the source takes seconds.
 """
 
@@ -28,14 +28,14 @@ HELPERS: Final = (
 """Files with functions that cases call and that raise an error if something is not as expected."""
 WITNESS: Final = "tests/support/witness.py"
 MESSAGE: Final = {"expect": 1, "until": 2, "at_most": 2}
-"""Functions that fail with a given message, and the position of that argument."""
+"""Functions that fail with a message, and the position of the message among their arguments."""
 NOT_FAILURES: Final = ("CannotInjectError",)
 SAMPLES: Final = (
     "0", "1", "running", "failing", "unknown", "restart", "TimeoutError", "{'exit_code': 0}",
     "jobs/job0/monit", "data/jobs/x", "settings.json",
 )  # fmt: skip
-"""What a variable part of a message can be. A message is rendered once for each sample, which replaces all its variable
-parts.
+"""Sample values for the variable parts of messages. A message is rendered once for each sample, which replaces all its
+variable parts.
 """
 ELSEWHERE: Final = (
     "TimeoutError: ",
@@ -43,15 +43,16 @@ ELSEWHERE: Final = (
     "RpcRemoteError: cannot ",
     f"RpcRemoteError: {TOO_LONG}",
 )
-"""Beginnings of messages that come from a time limit or from an error that the agent returns, not from a case."""
+"""Beginnings of messages that no case contains, because they come from a time limit or from an error of the agent."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @cache
 def messages(case: str) -> frozenset[str]:
-    """Return the messages with which a case or one of the invariants after it can fail.
+    """Return the messages with which a case, or one of the invariants checked after it, can fail.
 
-    The functions that the case calls are found by name, so that there may be messages of a few others as well.
+    The functions that the case calls are found by name. If several functions have the same name, the messages of all of
+    them are included.
     """
     function, known = _cases()[case]
     found, seen, waiting = set[str](), set[Function](), [function]
@@ -78,14 +79,14 @@ def _tree(path: str) -> ast.Module:
 
 @cache
 def _of_witness() -> frozenset[str]:
-    """Return the reports of violated invariants, such as ``I4: …``."""
+    """Return the witness's reports of violated invariants, such as ``I4: …``."""
     texts = {text for node in ast.walk(_tree(WITNESS)) if _is_text(node) for text in _rendered(node, {})}
     return frozenset(text for text in texts if re.match(r"I\d+: ", text))
 
 
 @cache
 def _cases() -> dict[str, tuple[Function, Mapping[str, list[Function]]]]:
-    """Return the function of each case, and all functions that it may call by name."""
+    """Return for each case its function, and all functions that it may call, by name."""
     found: dict[str, tuple[Function, Mapping[str, list[Function]]]] = {}
     for module in MODULES:
         path = str(Path(module.__file__ or "").relative_to(ROOT))
@@ -102,7 +103,7 @@ def _cases() -> dict[str, tuple[Function, Mapping[str, list[Function]]]]:
 
 
 def _messages(function: Function) -> Iterator[str]:
-    """Yield the messages of the failures in a function, once for each sample."""
+    """Yield the messages with which a function can fail, rendered once for each sample."""
     assigned = {
         target.id: node.value
         for node in ast.walk(function)

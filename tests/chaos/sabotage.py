@@ -1,7 +1,8 @@
-"""Breaks the agent with one named change at a time, and checks that the matching row fails: ``./dev sabotage``.
+"""``./dev sabotage``: makes one change at a time that breaks the agent, and checks that the matching scorecard row
+fails.
 
-A case that passes although the feature that it tests is broken proves nothing. The change is made in a scratch copy of
-the project, and the case runs there, in its own namespaces.
+A case that passes although the behaviour that it tests is broken proves nothing. The change is made in a scratch copy
+of the project, and the case runs there, in its own namespaces.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from tests.support import namespaces
 ROOT: Final = Path(__file__).parents[2]
 CAUGHT: Final = "caught"
 INVARIANTS: Final = tuple(f"I{number}" for number in range(1, 11))
-"""Invariants that have their own saboteur."""
+"""Invariants that have their own saboteurs."""
 WITNESSED: Final = tuple(f"I{number}" for number in range(11, 19))
-"""Invariants that are broken by general saboteurs."""
+"""Invariants that have no saboteur of their own, but are broken by general saboteurs."""
 RAN: Final = 'open(__file__ + ".ran", "w").close()'
-"""Statement that general saboteurs insert to record that the wrong code has run."""
+"""Statement that general saboteurs insert to record that their code has run."""
 NOT_RUN: Final = "did not run"
 HELD: Final = "held"
 
@@ -50,14 +51,14 @@ class Saboteur:
     """Text that occurs in the file exactly once."""
     after: str
     shows: str
-    """Regular expression that the figures of the failed row must match, which shows that it failed for the right
+    """Regular expression that the figures of the failed row must match, as proof that it failed for the expected
     reason. Each of its alternatives must match a message in ``tests.chaos.failures``.
     """
     case: str = ""
     """For an invariant, the case after which it is checked."""
     mark: str = ""
-    """Regular expression for a violated invariant that only this general saboteur causes. It identifies the saboteur
-    when several are active.
+    """Regular expression for a violated invariant that no other general saboteur causes. When several are active, it
+    shows which one was caught.
     """
 
     @property
@@ -100,7 +101,7 @@ def play(playing: Sequence[Saboteur]) -> tuple[Row | None, list[Saboteur], str]:
 
 
 def is_caught(saboteur: Saboteur, row: Row) -> bool:
-    """Return True if a row failed for the reason that its saboteur expects."""
+    """Return True if a row failed for the reason that the saboteur's ``shows`` describes."""
     return row.verdict == "not held" and re.search(saboteur.shows, row.figures) is not None
 
 
@@ -110,8 +111,8 @@ def is_marked(saboteur: Saboteur, row: Row) -> bool:
 
 
 def _copy(target: Path) -> None:
-    """Copy the files that git tracks or would add into a new repository, because the virtual machine packs what git
-    lists.
+    """Copy this project's files (tracked by git, or new and not ignored) into a new repository, because the virtual
+    machine packs the files that git lists.
     """
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True).stdout
@@ -132,7 +133,7 @@ def _copy(target: Path) -> None:
 def report(saboteur: Saboteur) -> str:
     """Run one saboteur and report the result on standard error.
 
-    Return ``caught 2026-11-22`` or ``NOT CAUGHT 2026-11-22``, or "" if the case could not be run.
+    Return ``caught 2026-11-22`` or ``NOT CAUGHT 2026-11-22`` with today's date, or "" if the case could not be run.
     """
     begun_at = time.monotonic()
     name = f"{saboteur.row} {saboteur.case}".strip()
@@ -147,13 +148,13 @@ def report(saboteur: Saboteur) -> str:
 
 
 def tell(playing: Sequence[Saboteur], enter: Callable[[Saboteur, str], None]) -> int:
-    """Run general saboteurs in one case, and enter ``caught``, ``did not run`` or ``held`` for each.
+    """Run general saboteurs in one case. Call ``enter`` for each with ``caught``, ``did not run`` or ``held``.
 
-    The first run applies all of them at once. If the case passes and none of their code ran, the result for all is
-    ``did not run``. A saboteur whose mark is in the figures is caught. Of the others, those whose code ran are run
-    again one by one, and those whose code did not run are run again together.
+    The first run applies all of them together. If the case passes and none of their code ran, all results are ``did not
+    run``. A saboteur whose mark is in the figures is caught. Of the others, those whose code ran are then run one by
+    one, and those whose code did not run are run together once more.
 
-    Return the number of saboteurs that were not caught or whose run gave no result.
+    Return the number of saboteurs that were not caught or gave no result.
     """
     begun_at = time.monotonic()
     name = f"{' '.join(one.row for one in playing)} {playing[0].case}"

@@ -1,8 +1,8 @@
 """The saboteurs: for each row of the scorecard, a change to the agent that must make the row fail.
 
-Each saboteur breaks exactly what its row tests, and not some step that leads there. ``./dev lint`` checks that the text
-to replace occurs exactly once in its file, and that the expected failure matches messages of the case. Otherwise a
-change of the agent or of a case could make a saboteur useless without notice.
+Each saboteur breaks exactly what its row tests, not a step that leads up to it. ``./dev lint`` checks that the text to
+replace occurs exactly once in its file, and that the expected failure matches messages of the case. Without this check,
+a change to the agent or to a case could make a saboteur useless without anybody noticing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.chaos.sabotage import RAN, Saboteur
 NATS: Final = "agent_shim/edges/bus/nats.py"
 LINK: Final = "agent_shim/edges/bus/link.py"
 _OF_A_REPLY: Final = '        begun_at, task_id = time.monotonic(), ""\n'
-"""The first statement of the function that replies to requests."""
+"""The first statement of the function in the agent that replies to requests."""
 
 CRASHES: Final = (
     Saboteur(
@@ -781,7 +781,7 @@ GENERAL: Final = (
         "I18:|alert",
     ),
 )
-"""Saboteurs that do not belong to a row. They are run with every case.
+"""General saboteurs, which do not belong to a row and are run with every case.
 
-If the code of a saboteur runs, the case must fail, either itself or in an invariant.
+If the code of such a saboteur runs, the case must fail, either in its own checks or in an invariant.
 """

@@ -1,4 +1,4 @@
-"""Reads and writes the scorecard, the tables of cases in ``docs/reliability.md``."""
+"""Reads and writes the scorecard, which consists of the tables of cases in ``docs/reliability.md``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HELD: Final = "held"
 OUTCOMES: Final = ("caught", HELD, "did not run")
 """The possible outcomes of a general saboteur in a case."""
 FULL: Final = "in full"
-"""Beginning of the entry for a run at full size."""
+"""Prefix that marks the date of a run at full size."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Row:
     played: str = ""
     """The date of the last run. If the case was repeated, the number of runs precedes it."""
     saboteur: str = ""
-    """Date on which the case failed under its saboteur, or a remark that it did not."""
+    """Date on which the saboteur was caught, that is, made the case fail, or a remark that it was not caught."""
 
     @property
     def outcome(self) -> str:
@@ -50,16 +50,16 @@ class Row:
         return f"{self.verdict}, {self.played}" if self.played else self.verdict
 
     def dated(self, how_often: str) -> Row:
-        """Return this row with today's date, preceded by the number of runs if given. Not changed if the case was not
-        run.
+        """Return this row with today's date, preceded by ``how_often`` if given. If the case was not run, return it
+        unchanged.
         """
         if self.verdict == "not run":
             return self
         return replace(self, played=f"{how_often} on {time.strftime('%Y-%m-%d')}".removeprefix(" on "))
 
     def beside(self, known: Row | None) -> Row:
-        """Merge this row with the previous row of the same case, so that entries for both reduced and full runs are
-        kept.
+        """Merge this row with the case's previous row. If the case held both times, keep the dates of both reduced and
+        full runs.
         """
         if known is None:
             return self
@@ -71,7 +71,7 @@ class Row:
 
     @property
     def times(self) -> str:
-        """Date and number of the last reduced runs."""
+        """The date and number of the last reduced runs."""
         return "; ".join(part for part in self.played.split("; ") if not part.startswith(FULL))
 
     @property
@@ -88,10 +88,10 @@ def row_of(
     *,
     is_full: bool = False,
 ) -> Row:
-    """Return the row of a case from the reports of its phases.
+    """Return the row of a case, given the reports of its phases.
 
     ``omitted`` are the invariants that were not checked, each with the reason. If a case did not hold, its row contains
-    only the reason, because its figures could accidentally match the pattern that a saboteur expects.
+    only the reason. Its figures are left out, because they could accidentally match a saboteur's pattern.
     """
     for report in reports:
         if not report.passed:
@@ -140,9 +140,9 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def enter_saboteur(path: Path, case: str, caught: str) -> None:
-    """Set the saboteur cell, which is the last, in the row of a case or an invariant.
+    """Set the last cell in the row of a case or an invariant, which is about the saboteur.
 
-    It contains the date on which the saboteur was caught, or ``NOT CAUGHT`` with the date.
+    The cell contains the date on which the saboteur was caught, or ``NOT CAUGHT`` with the date.
     """
     caught = caught.removeprefix("caught ")
     with _locked(path):
@@ -171,10 +171,10 @@ def enter_general(path: Path, saboteur: str, case: str, outcome: str) -> None:
 
 
 def _outcomes(cell: str) -> dict[int, str]:
-    """Parse a cell and return the outcome by case number.
+    """Parse a cell and return the outcomes by case number.
 
-    ``3 **4** (1-2 5)`` means that the saboteur was caught in case 3 and not in case 4, and that its code did not run in
-    the others.
+    ``3 **4** (1-2 5)`` means that the saboteur was caught in case 3 but not in case 4, and that its code did not run in
+    cases 1, 2 and 5.
     """
     caught, _, others = cell.partition("(")
     found = dict[int, str]()

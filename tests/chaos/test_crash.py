@@ -95,7 +95,7 @@ async def test_apply_killed_at_any_system_call_can_be_repeated(stand: Stand) -> 
 
 
 async def _reports(stand: Stand, version: str, where: str) -> None:
-    """Check that the agent reports the spec of this version as applied."""
+    """Check that ``get_state`` reports the spec of this version as applied."""
     seen = (await stand.call("get_state"))["configuration_hash"]
     expect(seen == version, f"{where}: get_state reports version {seen}, but {version} was applied")
 
@@ -189,7 +189,7 @@ async def test_state_files_are_complete_after_a_kill_at_any_write(stand: Stand) 
 
 
 STANDING: Final = 'kill -STOP $$; exec "$@"'
-"""A shell script that stops itself until a tracer follows it, and then executes the agent."""
+"""A shell script that stops itself, so that a tracer can attach to it, and then executes the agent."""
 
 
 def _stands(pid: int) -> bool:
@@ -262,7 +262,7 @@ async def test_sigterm_to_pid_1_ends_all_jobs_in_order(stand: Stand) -> None:
 
 
 def _obedient(name: str, farewell: str = "") -> tuple[str, dict[str, str]]:
-    """Return a job that records when it is asked to stop."""
+    """Return a job whose process exits on SIGTERM, after it has recorded the signal in ``data/ended``."""
     trap = f"trap '{farewell} echo {name} >> {{base}}/data/ended; exit 0' TERM"
     monit, programs = checked(name, f"echo $$ > {{run}}/{name}.pid; {trap}; while :; do sleep 0.1; done")
     return monit.replace('/ctl stop" with timeout 3 seconds', '/ctl stop" with timeout 20 seconds'), programs
@@ -417,7 +417,9 @@ async def test_second_agent_with_the_same_directories_is_refused(stand: Stand) -
 
 
 VICTIMS: Final = ("caller", "all", "root")
-"""Victims in turn: only the worker, which makes the calls; the agent and its worker; only the agent."""
+"""The processes to kill, taken in turn: only the worker, which makes the calls; the agent and its worker; only the
+agent.
+"""
 
 
 @case(
@@ -511,8 +513,7 @@ def _tree(top: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def _chosen(calls: Sequence[Told], agent: int, most: int) -> Iterator[tuple[int, str]]:
-    """Choose the system calls to kill at. Yields (call number, victim), where the victim is an entry of ``VICTIMS``
-    that says which processes to kill.
+    """Choose the system calls at which to kill. Yields pairs of a call number and an entry of ``VICTIMS``.
 
     At most ``most`` calls are chosen for each system call name, evenly spaced.
     """
@@ -529,8 +530,8 @@ def _chosen(calls: Sequence[Told], agent: int, most: int) -> Iterator[tuple[int,
 
 
 def _check_syncs(calls: Sequence[Told], packages: Path) -> None:
-    """Check that the file system is synced between a package's last change and its renaming, and again after the
-    renaming.
+    """Check that the file system is synced after a package's last change and before the package is renamed, and once
+    more after that.
 
     Without a sync, data survives a kill of the process but not a crash of the machine.
     """

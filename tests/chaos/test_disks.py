@@ -82,7 +82,7 @@ async def test_apply_on_a_failing_disk_is_refused_until_the_disk_recovers(stand:
 
 
 def loop_device(stand: Stand, megabytes: int) -> str:
-    """Put the agent's data on a file system that the kernel remounts read-only after an error. Return the name of its
+    """Put the agent's data on a file system that the kernel remounts read-only after an error. Return the file system's
     loop device.
     """
     place, image = stand.world.base / "data", stand.world.scratch / "data.img"
@@ -128,9 +128,9 @@ async def test_apply_refuses_incomplete_changed_and_missing_blobs(stand: Stand) 
 
 
 async def _until_it_fits(stand: Stand, *, inodes: int = 0) -> str:
-    """Apply packages that do not fit, check the error, free space, and apply again.
+    """Apply packages that do not fit on the disk, check the error, free space, and apply them again.
 
-    ``inodes`` is the number of free inodes, if it is limited.
+    ``inodes`` is the number of free inodes if it is limited, otherwise 0.
     """
     await stand.boot()
     data = stand.world.base / "data"
@@ -262,14 +262,14 @@ async def test_logs_that_rotate_and_vanish_can_be_fetched(stand: Stand) -> None:
 
 
 def _write_half_random(logs: Path, count: int) -> None:
-    """Create files of half a megabyte each, half of which is random data."""
+    """Create ``count`` files of half a megabyte each. Half of each file is random data."""
     line = b"all work and no play makes a dull log\n"
     for number in range(count):
         (logs / f"{number}.log").write_bytes(os.urandom(250_000) + line * (250_000 // len(line)))
 
 
 async def _move(logs: Path, count: int) -> None:
-    """Remove, rotate and append to random log files until cancelled."""
+    """Until cancelled, keep choosing a log file at random and removing, rotating or appending to it."""
     chance = random.Random(7)
     while True:
         gone, moved, grown = (f"{chance.randrange(count)}.log" for _ in range(3))
@@ -291,7 +291,9 @@ class Watched:
 
 
 async def _watch(stand: Stand, watched: Watched) -> None:
-    """Measure until cancelled. Files in the blobstore are not counted, because it is usually on another machine."""
+    """Record peak sizes until cancelled. Files in the blobstore are not counted, because the blobstore is usually on
+    another machine.
+    """
     while True:
         watched.memory = max(watched.memory, stand.size().memory)
         for child in Path(f"/proc/{stand.pid}/task/{stand.pid}/children").read_text().split():
@@ -308,7 +310,7 @@ async def _watch(stand: Stand, watched: Watched) -> None:
 
 
 def _members(archive: Path) -> tuple[set[str], str]:
-    """Return the names of the files in a log archive, and its notes about files that changed meanwhile."""
+    """Return the names of the files in a log archive, and its notes about files that changed while it was written."""
     with tarfile.open(archive) as tar:
         names, remarks = set(), ""
         for member in tar:
@@ -425,8 +427,8 @@ def _write_logs(logs: Path, big: int) -> None:
 
 
 def _lost(log: Path) -> tuple[int, float]:
-    """Return the number of lines that are neither in the log nor in its archives, and the longest gap between two lines
-    in seconds.
+    """Return the number of written lines that are neither in the log nor in its archives, and the longest time in
+    seconds between the lines before and after a loss.
     """
     found = {}
     for path in log.parent.glob(f"{log.name}*"):
@@ -563,7 +565,7 @@ async def test_acknowledged_changes_survive_failed_state_writes(stand: Stand) ->
 
 
 async def _until_refused(stand: Stand, version: str) -> dict[str, bool]:
-    """Send requests until one is refused, as a Director does. Return for each sent request whether it succeeded."""
+    """Send a Director's requests until one is refused. Return whether each request that was sent succeeded."""
     answers: dict[str, bool] = {}
     for method, *arguments in changes(stand, version):
         try:
@@ -576,7 +578,9 @@ async def _until_refused(stand: Stand, version: str) -> dict[str, bool]:
 
 
 async def _hold(stand: Stand, answers: Mapping[str, bool], version: str, where: str) -> None:
-    """Check that the next agent still has the effect of each successful action, and reports the job state correctly."""
+    """Check that the effect of each successful action is still there under the next agent, which must also report the
+    correct job state.
+    """
     paths, state = Paths(stand.world.base), await stand.call("get_state")
     if answers.get("update_settings"):
         expect(version in paths.update_settings.read_text(), f"{where}: the settings are lost")

@@ -1,6 +1,6 @@
 """Cases that need their own kernel: cgroup v2 with memory limits, hanging disks, changed clocks and lossy networks.
 
-They run only in the virtual machine of ``tests.support.guest``.
+They run only in the virtual machine provided by ``tests.support.guest``.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _named(name: str, alerts: list[dict[str, Any]]) -> bool:
 
 @contextmanager
 def container(limit: int) -> Iterator[Path]:
-    """Create a cgroup v2 with a memory limit, and mark it as delegated like systemd."""
+    """Create a cgroup v2 with a memory limit, and mark it as delegated, as systemd does."""
     ours = cgroups.find().memory
     if ours is None or ours.version != 2:
         raise CannotInjectError("needs cgroup v2 with the memory controller")
@@ -109,7 +109,7 @@ def container(limit: int) -> Iterator[Path]:
 
 
 def _remove(group: Path) -> None:
-    """Remove a cgroup, after waiting until its killed processes have exited."""
+    """Remove a cgroup once its killed processes have exited."""
     for _ in range(1000):
         with contextlib.suppress(OSError):
             group.rmdir()
@@ -233,7 +233,7 @@ def _log(stand: Stand) -> str:
 
 @contextmanager
 def _clock(ahead: float) -> Iterator[None]:
-    """Set the wall clock of this machine forward, and set it back afterwards."""
+    """Set this machine's wall clock ahead during the block."""
     begun_at = time.time(), time.monotonic()
     time.clock_settime(time.CLOCK_REALTIME, begun_at[0] + ahead)
     try:
@@ -290,7 +290,7 @@ async def _seconds(stand: Stand, agent: str, method: str, *arguments: object) ->
 
 @contextmanager
 def _mapped(image: Path, point: Path) -> Iterator[str]:
-    """Mount a volume through a device mapper. Yield the name of the device."""
+    """Mount a volume through the device mapper. Yield the device name."""
     name = f"agent-shim-chaos-{uuid.uuid4().hex[:8]}"  # a new name, because the previous device may not be removed yet
     point.mkdir()
     _do("truncate", "-s", "64M", str(image))
@@ -308,7 +308,7 @@ def _mapped(image: Path, point: Path) -> Iterator[str]:
 
 @contextmanager
 def _suspended(name: str) -> Iterator[None]:
-    """Block all reads and writes of the volume."""
+    """Make all reads and writes of the volume hang during the block."""
     _do("dmsetup", "suspend", "--nolockfs", "--noflush", name)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Cases M: malformed, numerous or large messages."""
+"""Cases M: malformed, numerous or oversized messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.nonsense import BAD, mutated
 from tests.support.stand import CannotInjectError, Stand, at_most, expect
 
 PINGS_PER_S: Final = 5000
-"""Rate of pings in a flood."""
+"""Number of pings that a flood sends per second."""
 
 
 @case(
@@ -44,7 +44,7 @@ async def test_malformed_requests_do_not_delay_pings(stand: Stand) -> None:
 
 
 async def _mutated(stand: Stand, count: int) -> float:
-    """Send malformed requests. Return the duration of the slowest ping meanwhile in seconds."""
+    """Send malformed requests. Return how long in seconds the slowest ping between them took."""
     chance, slowest = random.Random(1), 0.0
     for number in range(count):
         message = chance.choice(BAD) if chance.random() < 0.02 else mutated(chance)
@@ -90,8 +90,8 @@ def _mb(size: int) -> str:
 
 
 async def _flood(stand: Stand) -> tuple[int, float, float]:
-    """Flood the agent with requests. Return the pings sent per second, and the seconds from the end of the flood until
-    the next heartbeat and until a ping is answered.
+    """Flood the agent with requests. Return the number of pings sent per second, and the seconds after the flood until
+    the next heartbeat arrives and until a ping is answered.
     """
     tasks = [asyncio.create_task(stand.call("run_script", "nothing", {}, timeout=60)) for _ in range(200)]
     asked = [asyncio.create_task(stand.call("get_task", "none", timeout=60)) for _ in range(5000)]

@@ -234,9 +234,9 @@ async def test_agent_survives_a_server_that_stops_reading(stand: Stand) -> None:
 
 
 class NameServer(asyncio.DatagramProtocol):
-    """A name server that answers queries for an IPv4 address with ``address``.
+    """A name server that answers queries for IPv4 addresses with ``address``.
 
-    Depending on ``mode``, it answers with an error or not at all.
+    ``mode`` can make it answer with an error, or not at all.
     """
 
     CODES: Final = {"answer": 0, "SERVFAIL": 2, "NXDOMAIN": 3}
@@ -261,7 +261,7 @@ class NameServer(asyncio.DatagramProtocol):
 
 @asynccontextmanager
 async def names(stand: Stand) -> AsyncIterator[NameServer]:
-    """Run a name server that resolves all names for the agent. Call this before ``boot``."""
+    """Run a name server that the agent uses for all names. Call this before ``boot``."""
     if os.geteuid() != 0:
         raise CannotInjectError("needs root to replace /etc/resolv.conf")
     address = f"127.{os.getpid() >> 16 & 0x7F | 0x80}.{os.getpid() >> 8 & 0xFF}.{os.getpid() & 0xFF}"
@@ -345,7 +345,7 @@ ERRORS = (
 
 
 def _nonsense() -> dict[str, bytes]:
-    """Return invalid server messages by kind."""
+    """Return invalid server messages, keyed by a description."""
     message = b'{"protocol":3,"method":"ping","arguments":[],"reply_to":"director.x.y.z"}'
     return {
         **{f"-ERR {text}": f"-ERR '{text}'\r\n".encode() for text in ERRORS},
@@ -425,7 +425,7 @@ async def test_agent_survives_invalid_server_messages(stand: Stand) -> None:
 
 
 async def _in_pieces(wire: ClientConnection) -> int:
-    """Send a ping in two pieces, once for each position where it can be split. Return the number of answers."""
+    """Send a ping in two pieces, once for each position at which it can be split. Return the number of answers."""
     reply_to = f"director.x.{AGENT}.y"
     request = json.dumps({"protocol": 3, "method": "ping", "arguments": [], "reply_to": reply_to}).encode()
     message = b"MSG agent.%b 1 %d\r\n%b\r\n" % (AGENT.encode(), len(request), request)
@@ -447,11 +447,11 @@ async def _in_pieces(wire: ClientConnection) -> int:
 CROWD = 1000
 OUTAGE = 20
 SETTLED = 12
-"""Seconds after which the retries of agents that lost their server at the same time are spread out."""
+"""Seconds after which agents that lost their server at the same time have spread out their retries."""
 
 
 class _Member(NatsBus):
-    """One of many clients. It records when it tries to connect and when it succeeds."""
+    """One of many clients. Records when it tries to connect and when it succeeds."""
 
     came = 0.0
 

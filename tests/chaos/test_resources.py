@@ -70,9 +70,7 @@ async def test_agent_answers_on_busy_processors(stand: Stand) -> None:
 
 @contextmanager
 def cgroup(controller: str) -> Iterator[Path]:
-    """Create a cgroup for the duration of the block. Its processes are moved back to their previous cgroup
-    afterwards.
-    """
+    """Create a cgroup for the duration of the block. Afterwards, move its processes back to their previous cgroup."""
     top = Path("/sys/fs/cgroup") / controller
     try:
         place = Path(tempfile.mkdtemp(prefix="agent-shim-chaos-", dir=top))

@@ -33,8 +33,8 @@ def test_every_case_and_invariant_has_a_saboteur() -> None:
 
 @pytest.mark.parametrize("saboteur", [*SABOTEURS, *GENERAL], ids=lambda one: one.row)
 def test_change_of_each_saboteur_can_be_applied(saboteur: Saboteur) -> None:
-    """The text to replace occurs once, the result is valid Python, and the expected failure is a valid regular
-    expression.
+    """The text to replace must occur exactly once, the result must be valid Python, and the expected failure must be a
+    valid regular expression.
     """
     changed = saboteur.applied((ROOT / saboteur.path).read_text())
 
@@ -46,10 +46,10 @@ def test_change_of_each_saboteur_can_be_applied(saboteur: Saboteur) -> None:
 
 @pytest.mark.parametrize("saboteur", [*SABOTEURS, *GENERAL], ids=lambda one: one.row)
 def test_pattern_of_each_saboteur_matches_messages_of_its_case(saboteur: Saboteur) -> None:
-    """Each alternative in the pattern matches a message with which the case can fail.
+    """Each alternative in the saboteur's pattern must match a message with which its case can fail. General saboteurs
+    run with every case, so for them any case counts.
 
-    Otherwise somebody has changed the message but not the pattern, and the saboteur would no longer be caught. General
-    saboteurs run with every case.
+    If this test fails, somebody has changed a message but not the pattern, and the saboteur would no longer be caught.
     """
     cases = list(CASES) if saboteur in GENERAL else [saboteur.played]
     possible = set[str]().union(*map(messages, cases))

@@ -1,4 +1,4 @@
-"""Cases S: jobs that die, crash in a loop, hang, write wrong pids, or hide processes."""
+"""Cases S: jobs that die, crash in a loop, hang, write wrong pids, or hide processes from the supervisor."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ async def test_faulty_start_programs_do_not_delay_other_jobs(stand: Stand) -> No
 
 
 def unread(stand: Stand) -> None:
-    """Redirect the agent's output into a pipe that nobody reads. Call this before ``boot``."""
+    """Send the agent's stderr into a pipe that nobody reads. Call this before ``boot``."""
     pipe = stand.world.scratch / "unread"
     os.mkfifo(pipe)
     stand.after.callback(os.close, os.open(pipe, os.O_RDWR))
@@ -338,7 +338,9 @@ async def test_jobs_survive_endless_output_and_a_full_disk(stand: Stand) -> None
 
 COMMANDS: Final = ("start", "stop", "restart", "monitor", "unmonitor")
 OUTCOMES: Final = {"start": 1, "stop": 0, "restart": 1}
-"""Number of processes after two concurrent commands of the same kind. For other pairs the outcome is not determined."""
+"""Number of processes after the same command has been sent twice at the same time. For other pairs, it is not
+determined.
+"""
 
 
 @case("S-11", "each pair of commands is sent at the same time, to a running and to a stopped job", is_long=True)
@@ -412,7 +414,7 @@ async def test_invalid_monit_files_do_not_affect_other_jobs(stand: Stand) -> Non
 
 
 def _placed(job: tuple[str, dict[str, str]], name: str, place: str) -> tuple[str, dict[str, str]]:
-    """Return a job whose monit check has a different name from the job."""
+    """Return a job whose directory is named ``place``, while its monit check is named ``name``."""
     return job[0].replace(f"jobs/{name}/", f"jobs/{place}/"), job[1]
 
 
