@@ -1,4 +1,4 @@
-"""Generated files, and generated parts of pages in ``docs/``, are current."""
+"""Generated files and the generated parts of pages in ``docs/`` are up to date."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def test_generated_files_are_current(name: str) -> None:
 
 
 def test_kubernetes_object_equals_the_rules_file() -> None:
-    """The plain file, for a Prometheus outside Kubernetes, must not differ from the Kubernetes object."""
+    """The plain rules file is used outside Kubernetes. Its rules must equal those in the Kubernetes object."""
     rule = yaml.safe_load(prometheus_rule())
 
     assert rule["spec"] == yaml.safe_load((PROMETHEUS / "rules.yaml").read_text())
 
 
 def test_missing_marker_of_a_generated_part_is_an_error() -> None:
-    """Without the error, a page could lose a generated part unnoticed."""
+    """Without this error, a page could lose a generated part without anybody noticing."""
     with pytest.raises(ValueError, match="no place for states"):
         regenerated("architecture.md", "<!-- floors -->\n<!-- /floors -->\ntext\n<!-- states -->\n")
 
 
 def test_module_purpose_is_the_first_docstring_sentence() -> None:
-    """The sentence becomes a table cell, so line breaks become spaces and vertical bars are escaped."""
+    """The sentence becomes a table cell, so line breaks must become spaces and vertical bars must be escaped."""
     module = Module("host.files", '"""Read ``a|b`` and\nwrite it. Pure.\n\nMore.\n"""')
 
     assert purpose(module) == r"Read `a\|b` and write it"

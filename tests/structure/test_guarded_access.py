@@ -27,15 +27,17 @@ METHODS = frozenset(
 """Methods of ``Path`` that access the path and follow its symlinks."""
 
 MODULES = frozenset({"os", "io", "proc", "guarded", "files", "glob", "entry"})
-"""Names whose attributes are not methods of a path: modules (CALLS lists their functions) and directory entries."""
+"""Names whose attributes are not ``Path`` methods, although they have the same names: modules (their functions are in
+CALLS) and directory entries.
+"""
 
 OUTSIDE = frozenset({"cli.check", "cli.deployment", "cli.kubernetes", "cli.render", "cli.try_release"})
-"""Commands that read files which their user has chosen, with that user's rights."""
+"""Modules of commands that read files chosen by their user, with that user's rights."""
 
 
 @dataclass(frozen=True)
 class Raw:
-    """Functions of a module that may open paths directly, with the reason."""
+    """Functions in a module that may open paths directly, with the reason."""
 
     why: str
     functions: frozenset[str] = field(default_factory=frozenset)
@@ -295,8 +297,8 @@ RAW: Mapping[str, Raw] = {
 
 
 def openings(module: Module) -> Iterator[tuple[str, int, str]]:
-    """Yield every access to a path: the enclosing function with its class ("" for the module), the line, and the called
-    name.
+    """Yield every access to a path in a module: the enclosing function with its class ("" at module level), the line,
+    and the name that is called.
     """
     aliases = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
@@ -328,7 +330,7 @@ def _opening(node: ast.Attribute) -> str:
 
 
 def violations(module: Module, raw: Mapping[str, Raw]) -> Iterator[str]:
-    """Yield the accesses to paths that have no listed reason."""
+    """Yield the accesses to paths for which no reason is listed."""
     if {module.name, module.top} & OUTSIDE or module.name == "host.guarded":
         return
     allowed = raw[module.name].functions if module.name in raw else frozenset()
@@ -381,7 +383,7 @@ def test_own_files_are_read_with_size_and_type_limits() -> None:
     ],
 )
 def test_direct_open_of_a_file_is_detected(text: str, complaint: str) -> None:
-    """Aliases, methods and references without a call are detected too."""
+    """Accesses through an alias, through a method, or through a reference that is not called must also be detected."""
     found = list(violations(Module("services.bundles", text), {}))
 
     assert len(found) == 1

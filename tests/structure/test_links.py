@@ -17,8 +17,8 @@ _LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 
 
 def anchors(page: str) -> set[str]:
-    """Return the fragments that link to a page's headings: in lower case, with hyphens for blanks, without other
-    punctuation.
+    """Return the fragments that link to a page's headings: the headings in lower case, with hyphens for blanks and
+    without other punctuation.
     """
     headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -54,8 +54,8 @@ def test_every_page_of_the_docs_is_in_the_index() -> None:
 
 
 def test_every_alert_has_a_runbook() -> None:
-    """The ``runbook_url`` of each alert leads to the alert's heading in docs/alerts.md, and there are no other
-    headings.
+    """The ``runbook_url`` of each alert must lead to the alert's heading in docs/alerts.md, which must not describe
+    any other alert.
     """
     rules = yaml.safe_load((ROOT / "deploy/prometheus/rules.yaml").read_text())
     alerts = [rule for group in rules["groups"] for rule in group["rules"] if "alert" in rule]

@@ -21,7 +21,7 @@ SPELLED = {
     ("monit.password", ""): "random",
     ("spec", ""): "none",
 }
-"""Defaults that the page shows in another form, by the key and the default in the code."""
+"""Defaults that the page shows in another form than the code, keyed by option and by the default in the code."""
 
 
 def table(page: str, header: str) -> list[list[str]]:
@@ -31,7 +31,7 @@ def table(page: str, header: str) -> list[list[str]]:
 
 
 def options(struct: type[msgspec.Struct], before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every key with its default. The key of a nested struct's member contains dots."""
+    """Yield every option with its default. Options in a nested struct have dots in their names."""
     for field in msgspec.structs.fields(struct):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
             yield from options(field.type, f"{before}{field.encode_name}.")
@@ -49,7 +49,7 @@ def test_configuration_page_lists_all_keys_and_defaults() -> None:
 
 
 def test_commands_page_lists_all_exit_codes() -> None:
-    """The table contains the exit codes of the error classes, and 0, 1 and 2."""
+    """The table must contain the exit codes of all error classes, as well as 0, 1 and 2."""
     classes = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.ShimError)]
     codes = {0, 1, 2} | {kind.exit_code for kind in classes}
 
@@ -58,5 +58,5 @@ def test_commands_page_lists_all_exit_codes() -> None:
 
 @pytest.mark.parametrize("name", ["start", "doctor", "check"])
 def test_commands_page_has_a_section_for_each_command(name: str) -> None:
-    """The content of the sections is generated, so ``test_drawn`` reports stale sections."""
+    """The content of the sections is generated, and ``test_drawn`` reports sections that are out of date."""
     assert f"\n## {name}\n" in (ROOT / "docs/commands.md").read_text()

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from tests.support.source import Module, modules
 
 OF_A_PROCESS = re.compile(r"(^|/)proc/?$|/proc/(\d|\{|%)")
-"""Matches a path in the directory of a process, such as ``/proc/1/stat`` or ``/proc/{pid}/environ``, and ``/proc``
-itself.
+"""Matches ``/proc`` itself and every path in the directory of a process, such as ``/proc/1/stat`` or
+``/proc/{pid}/environ``.
 """
 
 PLACES: Mapping[str, str] = {
@@ -26,8 +26,8 @@ PLACES: Mapping[str, str] = {
 
 
 def texts(module: Module) -> Iterator[tuple[str, int]]:
-    """Yield the string literals of a module with their lines. Docstrings are left out, and inserted values become
-    ``{``.
+    """Yield the string literals of a module with their lines, except docstrings. In f-strings, each inserted value
+    becomes ``{``.
     """
     for node in module.nodes:
         if isinstance(node, ast.JoinedStr):
@@ -38,8 +38,8 @@ def texts(module: Module) -> Iterator[tuple[str, int]]:
 
 
 def test_other_processes_are_read_only_through_host_proc() -> None:
-    """Limits are needed because a process's environment can have terabytes, and the process can make reads of it block
-    forever.
+    """Such reads need limits, because a process's environment can be terabytes long, and the process can make a read of
+    it block forever.
     """
     others = [module for module in modules().values() if module.name not in PLACES]
     found = [(each.name, line, text) for each in others for text, line in texts(each) if OF_A_PROCESS.search(text)]
@@ -48,7 +48,7 @@ def test_other_processes_are_read_only_through_host_proc() -> None:
 
 
 def test_reads_of_other_processes_are_detected() -> None:
-    """Other paths in ``/proc`` are allowed."""
+    """Paths in ``/proc`` that do not belong to another process must be allowed."""
     for text in ("/proc", "/proc/", "/proc/1/comm", "/proc/{/environ"):
         assert OF_A_PROCESS.search(text)
     for text in ("/proc/self/fd/{", "/proc/net/route", "/proc/sys/fs", "/process", "/proc/stat"):

@@ -18,7 +18,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def test_protocol_page_lists_every_action_once() -> None:
-    """The page must not describe a method that does not exist."""
+    """The page must also not describe a method that does not exist."""
     written = Counter(section.method for section in protocol.sections())
 
     assert written == Counter(ACTIONS.keys()), "docs/protocol.md needs one section `### `METHOD`` for each action"
@@ -26,9 +26,9 @@ def test_protocol_page_lists_every_action_once() -> None:
 
 @pytest.mark.parametrize("section", protocol.sections(), ids=lambda section: section.method)
 def test_protocol_page_describes_each_action_correctly(section: Section) -> None:
-    """The first line of a section says whether the action is a task and whether it can be cancelled.
+    """The first line of a section must say whether the action is a task and whether it can be cancelled.
 
-    Below it, the section lists errors and deviations from the Go agent, and shows an example.
+    Below it, the section must list errors and deviations from the Go agent, and show an example.
     """
     action, first = ACTIONS[section.method], section.text.strip().splitlines()[0]
 
@@ -50,7 +50,7 @@ def _named() -> Counter[str]:
 
 
 def test_every_protocol_fact_has_a_test_named_after_it() -> None:
-    """In addition, no test is named after a fact that is not on the page."""
+    """No test may be named after a fact that is not on the page, either."""
     facts = protocol.facts()
 
     assert len(facts) == len(set(facts)) > 60

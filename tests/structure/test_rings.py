@@ -1,4 +1,4 @@
-"""Every test belongs to a ring, so a task runs it."""
+"""Every test belongs to a ring, that is, a group of tests that a task runs."""
 
 from __future__ import annotations
 

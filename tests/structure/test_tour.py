@@ -32,7 +32,7 @@ def defined(body: list[ast.stmt], before: str = "") -> Iterator[str]:
 
 
 def lost(page: str, directory: Path) -> list[str]:
-    """Return the links of a page to functions or classes that the linked file does not contain."""
+    """Return the links of a page that name a function or class which the linked file does not contain."""
     return [
         f"{name} in {file}"
         for name, file in LINK.findall(page)

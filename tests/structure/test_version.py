@@ -12,7 +12,7 @@ from agent_shim import __version__
 from tests.support.source import ROOT, texts
 
 READERS = {"agent_shim/__init__.py"}
-"""The file that contains the version."""
+"""The file that defines the version."""
 
 WRITTEN = re.findall(r'__version__ = "(.*)"', (ROOT / "agent_shim/__init__.py").read_text())[0]
 """The version in the checkout. Tests may run with an installed build, whose version may include the commit."""
@@ -24,16 +24,16 @@ BY_HAND = {
     "docs/kubernetes.md": r"agent-shim[ :](\d+\.\d+\.\d+)",
     "deploy/monitoring/kustomization.yaml": r"ref=v(\d+\.\d+\.\d+)",
 }
-"""Files that repeat the version, with patterns for the lines in which they do."""
+"""Files in which the version is repeated by hand, with patterns for the lines that contain it."""
 
 MEASURED = {"docs/performance.md", "docs/pictures/status.json", "docs/pictures/status.svg"}
-"""Files with recorded output, which contains the version at the time of the recording. A release does not change
-them.
+"""Files with recorded output, which contains the version from the time of the recording. They are not updated for a
+release.
 """
 
 
 def test_packaging_reads_the_version_from_its_module() -> None:
-    """``pyproject.toml`` leaves the version to ``hatch_build.py``, which reads it from the module."""
+    """``pyproject.toml`` must leave the version to ``hatch_build.py``, which reads it from the module."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
     assert "version" in project["project"]["dynamic"]
@@ -66,7 +66,7 @@ def test_release_has_a_changelog_heading() -> None:
 
 
 def test_no_other_file_repeats_the_version() -> None:
-    """Other software may have the same version number, so only lines with the project's name count."""
+    """Only lines that contain the project's name count, because other software may have the same version number."""
     own = re.compile(rf"agent[-_]shim[\"' =:@-]{{1,4}}{re.escape(NEXT)}|__version__ = ")
     found = {name for name, text in texts() if own.search(text) and not name.startswith("tests/")}
 
@@ -74,7 +74,7 @@ def test_no_other_file_repeats_the_version() -> None:
 
 
 def test_repository_address_is_the_same_everywhere() -> None:
-    """The address is defined in ``hatch_build.py``. The address of the image registry contains the same name."""
+    """The address is defined in ``hatch_build.py``. The image's address in the registry contains the same name."""
     home = hatch_build.HOME.removeprefix("https://github.com/")
     named = re.compile(r"(?:github\.com|ghcr\.io)/(?!you/)([\w-]+/agent-shim)\b")
     found = {name: set(named.findall(text)) for name, text in texts() if not name.startswith("tests/")}
@@ -84,7 +84,7 @@ def test_repository_address_is_the_same_everywhere() -> None:
 
 
 def test_test_dependencies_include_those_of_the_demo() -> None:
-    """The test dependencies include the demo's, because the tests use the certificates and the bus of the demo.
+    """The tests use the demo's certificates and bus, so the demo's dependencies must be among the test dependencies.
 
     The packages are listed twice, because in some tools a dependency group cannot refer to an extra of its project.
     """

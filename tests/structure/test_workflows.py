@@ -64,7 +64,7 @@ def test_workflows_limit_permissions_and_have_timeouts(name: str) -> None:
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_workflow_actions_are_pinned_to_a_commit(name: str) -> None:
-    """A tag could be moved to other code. In addition, no script may contain untrusted text from an event."""
+    """A tag could be moved to other code. The test also checks that no script contains untrusted text from an event."""
     used = re.findall(r"uses: (.*)", (ROOT / ".github/workflows" / name).read_text())
 
     assert used

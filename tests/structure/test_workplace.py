@@ -24,7 +24,7 @@ def violations(name: str, text: str, root: Path) -> Iterator[str]:
 
 
 def test_no_file_contains_a_local_path() -> None:
-    """Paths count as local if they belong to this checkout, to the directories next to it, or to home directories."""
+    """A path is local if it belongs to this checkout, to a directory next to it, or to a home directory."""
     found = [wrong for name, text in texts() if name != HERE for wrong in violations(name, text, ROOT)]
 
     assert found == []
