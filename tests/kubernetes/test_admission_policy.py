@@ -1,5 +1,5 @@
-"""The admission policy in deploy/cpi, tested with a real API server. It must restrict the holder of a stolen token, but
-not the CPI.
+"""Tests the admission policy in deploy/cpi with a real API server. The policy must restrict somebody who has stolen the
+CPI's token, but not the CPI itself.
 
 In these tests the CPI's account has all RBAC permissions, so every refusal comes from the policy.
 """
@@ -27,7 +27,7 @@ Document = dict[str, Any]
 
 NAMESPACE = "bosh"
 REFUSED = (403, 422)
-"""HTTP statuses of a refusal. The API server uses 422 unless the policy specifies another reason."""
+"""HTTP statuses of a refusal. The API server uses 422 unless the policy specifies another reason than ``Invalid``."""
 ACCOUNT = f"system:serviceaccount:{NAMESPACE}:bosh-cpi"
 PROGRAM = (ROOT / "kubernetes_cpi/attachment_program.py").read_text()
 PARAMETERS = {"program": PROGRAM, "images": "registry.example/ other.example/agents/", "privileged_vms": "false"}
@@ -56,7 +56,9 @@ VERSIONS = {
 
 
 def document(kind: str, name: str, label: str, **more: Any) -> Document:
-    """Return an object with the CPI's labels, or without labels if ``label`` is ""."""
+    """Return an object with the CPI's labels, among them the kind ``label``. If ``label`` is "", the object has no
+    labels.
+    """
     labels = LABELS | {"cpi.bosh.io/kind": label, "cpi.bosh.io/vm": VM} if label else {}
     metadata = {"name": name, "namespace": NAMESPACE, "labels": labels}
     return {"apiVersion": VERSIONS.get(kind, "v1"), "kind": kind, "metadata": metadata, **more}
@@ -76,7 +78,7 @@ def secured(**context: Any) -> Document:
 
 
 def mounting(source: Document, **mount: Any) -> Document:
-    """Return a VM's pod with a volume from ``source``."""
+    """Return a VM's pod that mounts a volume from ``source``."""
     mounts = [{"name": "v", "mountPath": "/mnt", **mount}]
     return vm(containers=[{"name": "agent", "image": IMAGE, "volumeMounts": mounts}], volumes=[{"name": "v", **source}])
 
@@ -125,8 +127,8 @@ def with_volume(name: str, source: Document, path: str) -> Callable[[Document], 
 
 
 def copying(**members: Any) -> Callable[[Document], object]:
-    """Return a change that adds the init container which copies the agent, as the CPI does for unmodified stemcells.
-    ``members`` override its fields.
+    """Return a change that adds the init container with which the CPI copies the agent for unmodified stemcells.
+    ``members`` override the container's fields.
     """
     copier = {
         "name": "agent",
@@ -461,8 +463,8 @@ def path_of(one: Document) -> str:
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """Provide an API server with the policy, and with a namespace that contains objects of the CPI and other
-    objects.
+    """Provide an API server with the policy. Its namespace contains some objects of the CPI and some that are not the
+    CPI's.
     """
     made = ApiServer(programs(), tmp_path_factory.mktemp("api"))
     try:
@@ -621,7 +623,7 @@ def test_admission_policy_lets_the_cpi_delete_its_objects(api: ApiServer, which:
 
 
 def test_admission_policy_admits_every_request_of_the_cpi(api: ApiServer, tmp_path: Path) -> None:
-    """The fake API server records the requests of a VM's lifecycle. They are then sent to the real server as the CPI's
+    """The fake API server records the requests of a VM's lifecycle, which are then sent to the real server as the CPI's
     account.
     """
     server = FakeApiServer(FakeCluster())
@@ -657,7 +659,7 @@ def test_admission_policy_admits_every_request_of_the_cpi(api: ApiServer, tmp_pa
 
 
 def _live(cpi: CpiCalls) -> None:
-    """Create, use and delete VMs so that the CPI creates every kind of object and pod that it can create."""
+    """Create, use and delete VMs in such a way that the CPI creates every kind of object and pod that it can create."""
     front = {"name": "front", "ports": [{"port": 80}], "ingress": {"hosts": ["web.example"]}}
     metadata = {"deployment": "dep", "job": "db", "index": "0", "id": "i", "director": "d"}
     vms = [

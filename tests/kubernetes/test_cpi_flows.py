@@ -1,9 +1,9 @@
 """Deployments on a real cluster, with a scripted Director and real agents. Each flow runs once for each way in which
 the CPI can attach disks.
 
-Each flow starts and ends with an instance that has a disk with a file on it. At the end, ``Site.check`` checks that the
-file still exists and that the cluster has no objects that the Director does not know. The next flow uses the same
-instance. After a failed flow, everything is deleted and deployed again.
+A flow begins and ends with an instance that has a disk with a file on it, and the next flow uses the same instance. At
+the end of each flow, ``Site.check`` checks that the file still exists and that the Director has a record of every
+object in the cluster. After a failed flow, everything is deleted and deployed again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.kubernetes.objects import Document
 pytestmark = [pytest.mark.kubernetes, pytest.mark.asyncio(loop_scope="module")]
 
 ATTACHING = pytest.mark.parametrize("site", [way for way in WAYS if way.attach != "never"], ids=str, indirect=True)
-"""Runs a test once for each way that can attach a disk to an existing VM."""
+"""Runs a test once for each way of attaching disks that works with an existing VM."""
 
 LIVE = pytest.mark.parametrize("site", [way for way in WAYS if way.attach in ("live", "auto")], ids=str, indirect=True)
 
@@ -41,7 +41,7 @@ async def site(
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def db(site: Site) -> DeployedInstance:
-    """Return the instance that the previous flow has left, which has a disk, or deploy one."""
+    """Provide an instance with a disk: the one that the previous flow has left, or a new one."""
     instance, site.spare = site.spare, None
     if instance is None:
         await site.empty()
@@ -54,8 +54,8 @@ async def db(site: Site) -> DeployedInstance:
 async def _deploy_in_two_steps(site: Site) -> DeployedInstance:
     """Deploy an instance on a cluster where disks can be attached only when a VM is created.
 
-    The first deploy fails in attach_disk, and the error explains why. The instance is then stopped and started again,
-    and its new VM has the disk.
+    The first deploy must fail in attach_disk with an error that explains why. The instance is then stopped and started
+    again, which gives it a new VM with the disk.
     """
     director = site.deployments
     instance = DeployedInstance("db")
@@ -134,7 +134,7 @@ async def test_pod_deleted_without_the_director_is_resurrected(site: Site, db: D
 
 
 async def test_vm_with_an_unresponsive_agent_is_resurrected(site: Site, db: DeployedInstance) -> None:
-    """The old VM is still running when it is deleted, and its disks have not been detached."""
+    """The old VM is still running when it is deleted, and its disks are still attached."""
     await site.exec(db, "pkill", "-STOP", "--full", "bin/bosh-agent")
     assert await site.deployments.is_unresponsive(db)
     assert await site.cpi.call("has_vm", db.vm) is True
@@ -143,8 +143,8 @@ async def test_vm_with_an_unresponsive_agent_is_resurrected(site: Site, db: Depl
 
 
 async def test_reboot_keeps_disks_and_data_or_is_refused(site: Site, db: DeployedInstance) -> None:
-    """After "Reboot VM" in `bosh cloud-check`, the Director does not mount disks again, so the agent must do so. Files
-    in ``data`` must be kept.
+    """After "Reboot VM" in `bosh cloud-check`, the Director does not mount disks again, so the agent must mount them.
+    Files in ``data`` must not be lost.
     """
     if site.way.attach == "never":
         with pytest.raises(CpiCallError, match="recreate the VM instead"):
@@ -161,7 +161,7 @@ async def test_reboot_keeps_disks_and_data_or_is_refused(site: Site, db: Deploye
 
 @LIVE
 async def test_detach_of_a_disk_in_use_fails_and_keeps_it_attached(site: Site, db: DeployedInstance) -> None:
-    """The agent has not unmounted the disk, so detach_disk must fail with this reason and leave the disk attached."""
+    """If the agent has not unmounted the disk, detach_disk must fail with this reason and leave the disk attached."""
     director = site.deployments
     second = await director.create_disk(db)
     await director.attach(db, second)
@@ -178,8 +178,8 @@ async def test_detach_of_a_disk_in_use_fails_and_keeps_it_attached(site: Site, d
 
 
 async def _dynamic_disk(site: Site, db: DeployedInstance) -> tuple[str, str]:
-    """Attach a dynamic disk to a VM while its jobs run, and write a file to it. Return the disk's cid and the path of
-    its link in the VM.
+    """Attach a dynamic disk to a VM while jobs run there, and write a file to it. Return the disk's cid and the path of
+    the disk's link in the VM.
     """
     disk = await site.deployments.provide_dynamic_disk(db, "of-a-driver")
     link = f"/var/vcap/data/dynamic_disks/{disk}"
@@ -231,7 +231,7 @@ place=/var/vcap/data/volume
 
 @LIVE
 async def test_job_can_mount_a_dynamic_disk_and_gets_it_back_after_a_recreate(site: Site, db: DeployedInstance) -> None:
-    """The disk cannot be detached while the job runs, because the job uses it."""
+    """While the job uses the disk, a detach must fail."""
     director = site.deployments
     disk = await director.provide_dynamic_disk(db, "of-a-driver")
     director.files = _driver(disk)
@@ -293,7 +293,7 @@ def _attaches(one: Document, disk: str) -> bool:
 
 
 async def test_reattaching_an_attached_disk_succeeds(site: Site, db: DeployedInstance) -> None:
-    """For "Reattach disk to instance" in `bosh cloud-check`, the Director attaches a disk that may already be
+    """With "Reattach disk to instance", `bosh cloud-check` makes the Director attach a disk that may already be
     attached.
     """
     await site.deployments.attach(db, db.disk)
@@ -325,7 +325,7 @@ async def test_compilation_vm_compiles_a_package(site: Site, db: DeployedInstanc
 
 
 async def test_deletion_removes_all_objects_and_can_be_repeated(site: Site, db: DeployedInstance) -> None:
-    """A second delete of the VM and the disk must succeed, or fail because they do not exist any more."""
+    """Deleting the VM and the disk a second time must succeed, or fail because they no longer exist."""
     vm, disk = db.vm, db.disk
     await site.deployments.delete(db)
     await site.deployments.delete_disk(disk)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.kubernetes
 
 LIVE: Final = Way("live", "live", "base", "privileged")
 LOCAL: Final = "of-one-node"
-"""A StorageClass whose volumes exist only on the second node."""
+"""A StorageClass whose volumes exist only on the second node of the cluster."""
 DRAIN: Final = (
     "drain",
     SECOND,
@@ -77,8 +77,8 @@ async def drain_second_node(site: Site) -> str:
 
 
 async def resurrect_until(site: Site, instances: list[DeployedInstance], drain: asyncio.Task[str]) -> list[int]:
-    """While the drain runs, recreate each missing VM as the Health Monitor does. Return the number of ready VMs in the
-    group "web" after each round.
+    """Until the drain has finished, recreate each missing VM, as the Health Monitor does. Return the number of ready
+    VMs in the group "web" at the beginning of each round.
     """
     served = []
     while not drain.done():
@@ -119,7 +119,7 @@ async def test_node_drain_moves_vms_of_a_group_one_by_one_with_their_disk(
 
 
 def local_volume(path: Path) -> str:
-    """Create a directory for a volume of the second node. Return the manifests of the volume and its StorageClass."""
+    """Create a directory for a volume on the second node. Return the manifests of the volume and its StorageClass."""
     path.mkdir()
     there = {"key": "kubernetes.io/hostname", "operator": "In", "values": [SECOND]}
     storage = {

@@ -1,4 +1,4 @@
-"""How VMs of the CPI respond to actions of the cluster's operator: evictions, a namespace that forbids root, network
+"""How the CPI's VMs respond to actions of the cluster's operator: evictions, a namespace that forbids root, network
 policies, and an admission policy for the CPI's account.
 """
 
@@ -42,9 +42,7 @@ POLICY = ROOT / "deploy/cpi/admission/policy.yaml"
 
 
 async def try_kubectl(site: Site, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """The namespace has the Pod Security level `privileged`, which admits everything, so refusals come from the
-    admission policy.
-    """
+    """Run kubectl in the site's namespace. Return the result even if the command has failed."""
     return await asyncio.to_thread(
         site.namespace.node.kubectl, f"--namespace={site.namespace.name}", *arguments, stdin=stdin
     )
@@ -54,14 +52,14 @@ async def try_kubectl(site: Site, *arguments: str, stdin: str = "") -> subproces
 
 
 async def evict(site: Site, instance: DeployedInstance) -> subprocess.CompletedProcess[str]:
-    """Evict a pod, as ``kubectl drain`` does with each pod of a node."""
+    """Evict a VM's pod, as ``kubectl drain`` does with every pod of a node."""
     where = f"/api/v1/namespaces/{site.namespace.name}/pods/{instance.vm}/eviction"
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": instance.vm}}
     return await try_kubectl(site, "create", "--raw", where, "--filename=-", stdin=json.dumps(body))
 
 
 async def until_allowed(site: Site, wanted: int) -> None:
-    """Wait until the disruption controller has counted the pods and allows ``wanted`` evictions."""
+    """Wait until the disruption controller has counted the pods, so that it allows ``wanted`` evictions."""
     async with asyncio.timeout(LIMIT):
         while await site.namespace.kubectl("get", "pdb", "-o", "jsonpath={.items[*].status.disruptionsAllowed}") != str(
             wanted
@@ -225,10 +223,10 @@ ELSEWHERE: Final = "198.18.0.1"
 
 @contextmanager
 def listener() -> Iterator[int]:
-    """Run a server on the node. It listens at the node's address, at the address of a cloud's metadata service, and at
-    an address that is unrelated to either.
+    """Run a server on the node that listens at three addresses: the node's own, that of a cloud's metadata service, and
+    one that has no special role.
 
-    Yields its port.
+    Yields the server's port.
     """
     ip = ("ip", "address")
     with socket.create_server(("", 0), backlog=4096) as server:
@@ -292,7 +290,7 @@ def status_of(url: str) -> int:
 
 
 async def test_trial_vms_start_in_a_cluster(node: FirstNode, tmp_path: Path) -> None:
-    """The VMs have the cloud properties with which ``./dev try-kubernetes`` creates its Director and its instances.
+    """The VMs have the same cloud properties as the Director and the instances that ``./dev try-kubernetes`` creates.
 
     The Director's pod also has a host port, which must be reachable at the node's address.
     """
@@ -317,7 +315,7 @@ async def test_trial_vms_start_in_a_cluster(node: FirstNode, tmp_path: Path) -> 
 
 @asynccontextmanager
 async def writable_volumes() -> AsyncIterator[None]:
-    """Make all volumes from the cluster's provisioner writable for every user.
+    """Keep making all volumes from the cluster's provisioner writable for every user during the block.
 
     They are host directories, to which the kubelet does not apply `fsGroup`.
     """
@@ -337,8 +335,8 @@ async def writable_volumes() -> AsyncIterator[None]:
 
 
 async def test_job_in_a_vm_without_root_can_write_to_its_disk(node: FirstNode, tmp_path: Path) -> None:
-    """In a namespace that enforces `restricted`, the agent cannot write into directories that the container runtime
-    creates. The CPI must therefore provide these directories as volumes.
+    """In a namespace with the Pod Security level `restricted`, the agent cannot write to directories that the container
+    runtime creates, so the CPI must provide them as volumes.
     """
     async with cpi_site.site(node, RESTRICTED, tmp_path) as site, writable_volumes():
         db = await site.deployments.first_deploy()
@@ -357,7 +355,9 @@ async def test_job_in_a_vm_without_root_can_write_to_its_disk(node: FirstNode, t
 async def test_vm_from_an_unmodified_stemcell_supports_live_disks_and_reboots(
     node: FirstNode, tmp_path: Path, copy: bool
 ) -> None:
-    """The helper pods for attachments and reboots must get their Python and the agent from the agent's image."""
+    """The unmodified stemcell contains neither Python nor the agent, so the helper pods for attachments and reboots
+    must get both from the agent's image.
+    """
     if node.minor < 35 and not copy:
         pytest.skip("no image volumes in this Kubernetes")
     way = Way("over a stemcell", "live", "base", "privileged")
@@ -380,8 +380,8 @@ SLEEPER = "processes: [{name: jailed, executable: /bin/sleep, args: ['1000'], pe
 
 
 async def test_bpm_sandbox_does_not_keep_a_detached_disk_busy(node: FirstNode, tmp_path: Path) -> None:
-    """The job's mount namespace must not keep a detached disk mounted. On this node the CPI cannot recognize the disk
-    by its device, because all disks and data directories are on the same device.
+    """The job's mount namespace must not keep a detached disk mounted. On this node, all disks and data directories are
+    on the same device, so the CPI cannot recognize the disk by its device.
     """
     way = next(way for way in WAYS if way.tier == "privileged")
     async with cpi_site.site(node, way, tmp_path, timeouts={"unmount": 20}) as site:
@@ -472,7 +472,9 @@ echo $!
 
 @pytest.mark.attack("root in a container of the CPI keeps using a disk that is reported as detached")
 async def test_disk_mount_cloned_with_open_tree_is_not_reported_as_detached(node: FirstNode, tmp_path: Path) -> None:
-    """A mount that was cloned with open_tree(2) is in no mount table. The CPI must detect it by its open descriptor."""
+    """A mount that was cloned with open_tree(2) is in no mount table. The CPI must detect it through the descriptor
+    that keeps it open.
+    """
     if node.minor < 30:
         pytest.skip("no pods with user namespaces in this Kubernetes")
     async with cpi_site.site(node, USERNS, tmp_path, timeouts={"unmount": 3}) as site:
@@ -493,7 +495,7 @@ async def test_disk_mount_cloned_with_open_tree_is_not_reported_as_detached(node
 
 @pytest.mark.attack("root in a container of the CPI fills the node's file system")
 async def test_root_of_a_user_namespace_cannot_fill_the_node(node: FirstNode, tmp_path: Path) -> None:
-    """The directory for the VM's live disks is on the node's file system, so it must be read-only in the VM."""
+    """The directory for the VM's live disks is on the node's file system, so the VM must see it read-only."""
     if node.minor < 30:
         pytest.skip("no pods with user namespaces in this Kubernetes")
     async with cpi_site.site(node, USERNS, tmp_path) as site:

@@ -1,9 +1,9 @@
-"""The agent in pods like those that other Kubernetes CPIs create. These CPIs attach a disk by replacing the pod.
+"""Runs the agent in pods like those of other Kubernetes CPIs, which attach a disk by replacing the pod.
 
 Sources: actions/create_vm.go and volume_manager.go in sykesm/kubernetes-cpi, of which cfibmers/kubernetes-cpi is a
-fork, and CPI/Kubernetes/Action/CreateVm.hs and AttachDisk.hs in SAP/bosh-kubernetes-cpi-release. They delete a pod
-without a grace period and immediately create its replacement, while the kubelet is still stopping the old container.
-Directors that use these CPIs send no disk hints.
+fork, and CPI/Kubernetes/Action/CreateVm.hs and AttachDisk.hs in SAP/bosh-kubernetes-cpi-release. These CPIs delete a
+pod without a grace period and immediately create its replacement, while the kubelet is still stopping the old
+container. Directors that use these CPIs send no disk hints.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SAP_COMMAND: Final = "; ".join(
 
 @dataclass(frozen=True)
 class OtherCpi:
-    """A CPI of another project. ``disk`` returns the cid of a disk for its id. ``place`` is the pattern for the
-    directory in which the pod mounts the disk.
+    """Another project's CPI. ``disk`` converts a disk's id to its cid. ``place`` is a pattern for the directory at
+    which the pod mounts a disk.
     """
 
     pod: Callable[[], Document]
@@ -157,8 +157,8 @@ class OtherVm:
     async def recreate(self, *disks: str) -> None:
         """Attach or detach disks as the CPI does: delete the pod without a grace period and create another one.
 
-        The CPI then sleeps for fifteen seconds while the old container ends. Until it has ended, two agents with the
-        same id are running.
+        The CPI then sleeps for fifteen seconds while the old container is stopped. Until it has exited, two agents with
+        the same id are running.
         """
         pod = self.namespace.pod(self.name)
         former = await pod.container()
@@ -188,8 +188,8 @@ def _claim(name: str) -> Document:
 async def test_disks_are_attached_and_detached_with_the_pods_of_other_cpis(
     namespace: Namespace, bosh: Environment, name: str
 ) -> None:
-    """The test deploys an instance with a disk, replaces the pod while the old container is still ending, migrates the
-    data to a larger disk, and detaches that disk.
+    """The test deploys an instance with a disk, replaces the pod while the old container is still being stopped,
+    migrates the data to a larger disk, and detaches that disk.
     """
     cpi = CPIS[name]
     vm = OtherVm(cpi, namespace, bosh)

@@ -21,16 +21,14 @@ DISKS: Final = {"system": "", "persistent": {DISK: f"/warden-cpi-dev/{DISK}"}}
 IN_ORDER: Final = (0, "agent-shim: all jobs stopped in order\n")
 AGENT_PID: Final = ("pgrep", "--full", "bin/bosh-agent")
 HUNG_S: Final = 90
-"""Seconds for which the agent is suspended. The liveness probe of earlier manifests would have failed within this
-time.
-"""
+"""Seconds for which the agent is suspended. In this time, the liveness probe of earlier manifests would have failed."""
 JOB_PID: Final = ("cat", "/var/vcap/sys/run/sleeper/sleeper.pid")
 HELLO_PID: Final = ("pgrep", "--full", "http.server")
 
 
 def pod_of_cpi(bosh: Environment, settings: str, *, disk: bool = True) -> list[Document]:
-    """Return the documents of a pod as a CPI creates it, with these settings, the test's blobstore and, if ``disk`` is
-    True, a disk.
+    """Return the documents for a pod like those that a CPI creates, with these settings and the test's blobstore.
+    Unless ``disk`` is False, the pod has a disk.
     """
     bosh.blobs.mkdir(exist_ok=True)
     documents = [one for one in overlay("cpi") if disk or one["kind"] != "PersistentVolumeClaim"]
@@ -48,9 +46,7 @@ def pod_of_cpi(bosh: Environment, settings: str, *, disk: bool = True) -> list[D
 
 
 def set_grace(documents: list[Document], seconds: int) -> None:
-    """Replace the grace period in the manifests, which is one minute. The preStop hook's timeout is set to one second
-    less.
-    """
+    """Replace the manifests' grace period of one minute, and set the preStop hook's timeout to one second less."""
     spec = pod_spec(documents)
     spec["terminationGracePeriodSeconds"] = seconds
     spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1] = str(seconds - 1)
@@ -80,7 +76,7 @@ async def test_job_in_a_pod_runs_without_a_director(namespace: Namespace, name: 
 
 
 async def test_pod_readiness_follows_the_job(namespace: Namespace) -> None:
-    """While the job is stopped, the pod must not be ready, so it gets no requests, but its container must not be
+    """While the job is stopped, the pod must not be ready, so that it gets no requests. Its container must not be
     restarted.
     """
     await namespace.apply(overlay("base"))
@@ -95,7 +91,7 @@ async def test_pod_readiness_follows_the_job(namespace: Namespace) -> None:
 
 
 async def test_pod_of_a_cpi_becomes_ready_without_the_bus(namespace: Namespace, bosh: Environment) -> None:
-    """The pod must be ready before the Director admits its agent to the bus. Only ``/readyz?level=agent`` may require
+    """The pod must be ready even though the bus does not admit its agent yet. Only ``/readyz?level=agent`` may require
     the bus.
     """
     await bosh.server.remove_agent(AGENT)
@@ -127,8 +123,8 @@ async def test_restarting_the_agent_in_a_pod_keeps_the_jobs_running(namespace: N
 
 
 async def test_unresponsive_agent_in_a_pod_does_not_end_jobs(namespace: Namespace) -> None:
-    """A busy node may slow the agent down. A liveness probe used to restart the container, and with it all jobs, in
-    this case.
+    """On a busy node the agent may be slow to answer. In this case, a liveness probe used to restart the container and
+    with it all jobs.
     """
     await namespace.apply(overlay("base"))
     pod = namespace.pod("hello-0")
@@ -191,8 +187,8 @@ async def test_pod_recreated_with_a_disk_can_mount_it(namespace: Namespace, bosh
 
 
 async def test_agent_takes_new_credentials_from_a_changed_secret(namespace: Namespace, bosh: Environment) -> None:
-    """The bus no longer accepts the old credentials, so the agent must read the new ones from the Secret's files after
-    the kubelet has updated them.
+    """The bus no longer accepts the old credentials. The agent must read the new ones from the Secret's files once the
+    kubelet has updated them.
     """
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
     await bosh.deploy()
@@ -237,8 +233,8 @@ async def deploy_draining(namespace: Namespace, bosh: Environment, grace: int) -
 
 
 async def test_pod_deletion_waits_for_drains_within_the_grace_period(namespace: Namespace, bosh: Environment) -> None:
-    """Three jobs whose drain scripts take eight seconds fit into a grace period of thirty seconds. Each script must
-    find all jobs running, and the agent must report a clean stop.
+    """The drain scripts of three jobs take eight seconds each, which fits into a grace period of thirty seconds. Each
+    script must find all jobs running, and the agent must report a clean stop.
     """
     pod, trace = await deploy_draining(namespace, bosh, 30)
 
@@ -250,7 +246,7 @@ async def test_pod_deletion_waits_for_drains_within_the_grace_period(namespace: 
 
 async def test_pod_deletion_cuts_off_drains_beyond_the_grace_period(namespace: Namespace, bosh: Environment) -> None:
     """The jobs must be killed after five seconds. The container must exit with the agent's exit code, and the
-    termination message must state the reason.
+    termination message must give the reason.
     """
     pod, trace = await deploy_draining(namespace, bosh, 5)
 
@@ -260,15 +256,15 @@ async def test_pod_deletion_cuts_off_drains_beyond_the_grace_period(namespace: N
 
 
 def slow_to_drain(trace: str) -> dict[str, str]:
-    """Return a job with a drain script that takes eight seconds, and a process that records when it gets SIGTERM."""
+    """Return a job whose drain script takes eight seconds, and whose process records when it gets SIGTERM."""
     start = f'echo $$ >$pidfile; trap "echo stopped >>{trace}; exit 0" TERM; while :; do sleep 0.1; done'
     drain = f"#!/bin/sh\necho drain begins >>{trace}\nsleep 8\necho drain ends >>{trace}\necho 0\n"
     return jobs.process(Paths(), "slow", start) | {"bin/drain": drain}
 
 
 async def test_evicted_pod_cuts_drains_short_and_stops_its_jobs(namespace: Namespace, bosh: Environment) -> None:
-    """In an eviction, the kubelet gives the preStop hook one second and then the container two more, regardless of the
-    pod's grace period.
+    """When the kubelet evicts a pod, it gives the preStop hook one second and then the container two more, whatever the
+    pod's grace period is.
     """
     if namespace.node.minor < 36:
         pytest.skip("older kubelets give other times")

@@ -1,5 +1,5 @@
-"""Manifests from ``render --kubernetes`` are accepted by a real API server, which rejects unknown and invalid fields,
-and run as pods.
+"""Manifests from ``render --kubernetes`` run as pods, and are accepted by a real API server, which would reject unknown
+and invalid fields.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def test_kubernetes_manifests_are_valid(api: ApiServer, tmp_path: Path, is_privi
 
 
 async def test_instances_of_a_rendered_group_find_each_other(namespace: Namespace) -> None:
-    """Each pod renders its own templates, which contain links to both pods by name, and can reach the other pod by this
-    name.
+    """Each pod renders its own templates, which contain links to both pods by name. Each pod must be able to reach the
+    other by this name.
 
-    The claim of each pod must be mounted where jobs expect the persistent disk.
+    Each pod's claim must be mounted where jobs expect the persistent disk.
     """
     if not namespace.node.has("coredns"):
         pytest.skip("nothing among the programs resolves names of Services")
