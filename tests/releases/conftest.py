@@ -1,8 +1,8 @@
-"""Jobs that behave like jobs of public releases. Each is run once in each environment.
+"""Runs jobs that behave like jobs of public releases, once in each environment.
 
-One environment is this agent. The other is the Go agent with monit 5.2.5, and is used only if BOSH_AGENT and MONIT name
-these programs. Each job's lifecycle is recorded, and a test makes the same assertions about both recordings. Lifecycles
-run in parallel, with a monit cycle of two seconds.
+One environment is this agent. The other is the Go agent with monit 5.2.5, which is used only if BOSH_AGENT and MONIT
+name these programs. Each job's lifecycle is recorded, and its test makes the same assertions about both recordings.
+Lifecycles run in parallel, with a monit cycle of two seconds.
 
 If TEST_BASE_IMAGE is set, the only environment is our image on that base: each lifecycle runs in a container whose init
 has started the agent. Nothing in the image is replaced, so scripts run the base's own programs, and monit's cycle is
@@ -35,7 +35,8 @@ BASE: Final = os.environ.get("TEST_BASE_IMAGE")
 WORLDS: Final = ("image",) if BASE else ("shim", "go") if GO else ("shim",)
 CYCLE_S: Final = 10 if BASE else 2
 AT_ONCE: Final = 8 if BASE else 4
-"""Lifecycles that run at the same time. With the longer cycle, they mostly wait."""
+"""Number of lifecycles that run at the same time. With monit's usual cycle, they mostly wait, so more of them can run.
+"""
 
 IMAGE: Final = f"{pods.IMAGE}-releases"
 CONTAINERFILE: Final = """
@@ -44,7 +45,7 @@ FROM ${IMAGE}
 RUN apt-get update && apt-get install -y --no-install-recommends python3-cryptography python3-yaml \
     && rm -rf /var/lib/apt/lists/*
 """
-"""The image with what tools.comparison.life needs in addition to the agent's dependencies."""
+"""Builds our image with the packages that tools.comparison.life needs in addition to the agent's dependencies."""
 PACKAGES: Final = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 Phases = dict[str, dict[str, Any]]
@@ -52,7 +53,7 @@ Lives = dict[str, Future[dict[str, Any]]]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run each test that examines a recorded lifecycle once for each environment."""
+    """Run each test that uses the fixture ``life`` once for each environment."""
     if "life" in metafunc.fixturenames:
         metafunc.parametrize("life", WORLDS, indirect=True)
 
@@ -105,7 +106,7 @@ def _live_in_image(podman: Podman, world: str, made: Plan, place: Path) -> dict[
 
 @pytest.fixture(scope="session")
 def lives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
-    """Start all lifecycles of this test run immediately, so that they run in parallel."""
+    """Start the lifecycles of all selected tests, so that they run in parallel, and provide their results."""
     where = tmp_path_factory.mktemp("releases")
     play = _live_on_this_machine
     if BASE:
@@ -128,4 +129,4 @@ def life(request: pytest.FixtureRequest, lives: Lives) -> Phases:
 
 @pytest.fixture(autouse=True)
 def no_child_is_left() -> None:
-    """Disable the check for remaining child processes, because lifecycles of other tests run at the same time."""
+    """Override the check for remaining child processes, because lifecycles of other tests run at the same time."""

@@ -19,7 +19,7 @@ PROGRAM: Final = "/var/vcap/packages/web/bin"
 
 
 def check(name: str = "web", rules: str = "", program: str = "ctl") -> str:
-    """Return a monit process check that uses a ctl script and has these rules."""
+    """Return a monit process check with a ctl script and these additional rules."""
     ctl = f"/var/vcap/jobs/web/bin/{program}"
     return (
         f"check process {name} with pidfile {RUN}/{name}.pid\n"
@@ -28,7 +28,7 @@ def check(name: str = "web", rules: str = "", program: str = "ctl") -> str:
 
 
 def ctl(name: str = "web", before: str = "", program: str = "serve", keeps: str = "") -> str:
-    """Return a ctl script. It starts a program in the background, writes the pidfile, and stops the program."""
+    """Return a ctl script that starts a program in the background, writes the pidfile, and can stop the program."""
     return f"""#!/bin/bash
 set -e
 pidfile={RUN}/{name}.pid
@@ -64,7 +64,7 @@ def starts(phase: dict[str, Any], program: str = "serve") -> int:
 
 
 def first_starts(life: Phases, program: str = "serve") -> int:
-    """Return how many times a program was started in all phases until the job was at rest."""
+    """Return how often a program was started in all phases up to and including ``rest``."""
     names = list(life)
     return sum(starts(life[name], program) for name in names[: names.index("rest") + 1])
 
@@ -207,8 +207,8 @@ def test_failed_url_check_restarts_the_process(life: Phases) -> None:
 def test_closed_port_restarts_the_process_after_the_configured_cycles(life: Phases) -> None:
     """The process must be restarted only after the third failed check.
 
-    Three checks that are two seconds apart take more than four seconds. Only the first restart is compared, because
-    monit does not reset its count after a restart.
+    Checks are two seconds apart, so three of them take more than four seconds. Only the first restart is compared,
+    because monit does not reset its count after a restart.
     """
     begun = [at for at, event, name in life["port closed"]["events"] if (event, name) == ("lives", "serve")]
 
