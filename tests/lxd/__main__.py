@@ -2,9 +2,9 @@
 
 With ``LXD=incus``, an Incus daemon is used instead.
 
-The daemon, its bridge with a DHCP server, and the containers run in the same new network, mount and PID namespaces, and
-end with these namespaces. If ``LXD_CPI`` names a binary of bosh-lxd-cpi-release, this binary creates the containers;
-e28a247 is the last revision that supports containers. Otherwise, the tests make the same calls as that CPI.
+The daemon, its bridge with a DHCP server, and the containers share the new network, mount and PID namespaces, and are
+killed when these are removed. If ``LXD_CPI`` names a binary of bosh-lxd-cpi-release, that binary creates the
+containers; e28a247 is the last revision that supports containers. Otherwise, the tests make the same calls as that CPI.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.source import ROOT
 
 PACKAGES = "incus-base incus-client dnsmasq-base" if IS_INCUS else "lxd lxd-client lxcfs dnsmasq-base"
 STEMCELL = "SHIM_TEST_STEMCELL"
-"""Environment variable that names the directory with the unpacked stemcell. The tests also store LXD's files in it."""
+"""Environment variable with the directory of the unpacked stemcell. LXD's files are stored next to it."""
 
 ENTER = """
 set -eu

@@ -39,7 +39,7 @@ PRESEED: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def lxc() -> Iterator[Lxc]:
-    """Run an LXD or Incus daemon that stores its containers in directories. The containers end with the daemon."""
+    """Run an LXD or Incus daemon that stores its containers in directories. They are killed with the daemon."""
     directory = Path(os.environ[STEMCELL]).parent / "lxd"
     directory.mkdir()
     client = Lxc(directory)
@@ -66,7 +66,7 @@ def cpi(lxc: Lxc) -> LxdCpi:
 
 @pytest.fixture(scope="session")
 def stemcell(cpi: LxdCpi) -> str:
-    """Import the stemcell that ``./dev stemcell`` has built, unpacked as a Director unpacks it. Return its cid."""
+    """Import the unpacked stemcell that ``./dev stemcell`` has built, as a Director does. Return its cid."""
     directory = Path(os.environ[STEMCELL])
     manifest = yaml.safe_load((directory / "stemcell.MF").read_text())
     return cpi.create_stemcell(directory / "image", manifest["cloud_properties"])

@@ -22,7 +22,7 @@ BRIDGE: Final = "lxdbr0"
 IS_INCUS: Final = os.environ.get("LXD") == "incus"
 DAEMON, CLIENT = ("incusd", "incus") if IS_INCUS else ("lxd", "lxc")
 PATH: Final = f"{os.environ['PATH']}:/usr/sbin:/sbin:/usr/libexec/incus:/opt/incus/bin"
-"""Directories in which to look for programs. Incus packages install the daemon outside of the usual directories."""
+"""Directories in which to look for programs. Incus packages install the daemon outside the usual directories."""
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,18 @@ class Lxc:
 
 
 class LxdCpi:
-    """Makes the same calls to LXD as the CPI.
+    """Makes the same calls to LXD as bosh-lxd-cpi-release.
 
-    Each method makes the calls of the method of the same name in ``src/lxd-bosh-cpi`` at e28a247, in the same order.
+    Each method makes the calls of the method with the same name in ``src/lxd-bosh-cpi`` at e28a247, in the same order.
     """
 
     def __init__(self, lxc: Lxc) -> None:
         self._lxc = lxc
 
     def create_stemcell(self, image: Path, properties: dict[str, Any]) -> str:
-        """Import the root file system.
+        """Import the root file system. Return the stemcell's cid.
 
-        The creation date is set to the modification time of ``image``, because LXD refuses 0.
+        The creation date is the modification time of ``image``, because LXD refuses 0.
         """
         metadata = {
             "architecture": properties["architecture"],
@@ -130,7 +130,7 @@ class LxdCpi:
         return disk
 
     def attach_disk(self, vm: str, disk: str) -> Any:
-        """Stop the container forcibly, add the volume and the disk hint, and start the container again."""
+        """Stop the container by force, add the volume and the disk hint, and start the container again."""
         self._lxc("stop", "--force", vm)
         self._add_volume(vm, disk, f"/warden-cpi-dev/{disk}")
         hint = {"path": f"/warden-cpi-dev/{disk}"}
@@ -141,7 +141,7 @@ class LxdCpi:
         return hint
 
     def detach_disk(self, vm: str, disk: str) -> None:
-        """Stop the container forcibly, remove the volume and the disk hint, and start the container again."""
+        """Stop the container by force, remove the volume and the disk hint, and start the container again."""
         self._lxc("stop", "--force", vm)
         self._lxc("config", "device", "remove", vm, disk)
         settings = json.loads(self._lxc("file", "pull", f"{vm}{SETTINGS}", "-"))
@@ -153,7 +153,7 @@ class LxdCpi:
         self._lxc("restart", "--force", vm)
 
     def delete_vm(self, vm: str) -> None:
-        """Stop the container forcibly, and delete it together with its ephemeral disks."""
+        """Stop the container by force, and delete it together with its ephemeral disks."""
         self._lxc("stop", "--force", vm)
         devices = yaml.safe_load(self._lxc("config", "show", vm))["devices"]
         self._lxc("delete", vm)

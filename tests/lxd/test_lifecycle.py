@@ -1,6 +1,4 @@
-"""The lifecycle of a VM that the LXD CPI creates from our stemcell, as a privileged and as an unprivileged
-container.
-"""
+"""The lifecycle of a VM that the LXD CPI creates from our stemcell, in a privileged and an unprivileged container."""
 
 from __future__ import annotations
 
@@ -34,7 +32,9 @@ async def create(cpi: LxdCpi, bosh: Environment, stemcell: str, kind: str, ip: s
 
 
 def doctor(lxc: Lxc, vm: str) -> dict[str, Any]:
-    """Return the report of ``agent-shim doctor``, even if it contains errors and the command therefore exits with 1."""
+    """Return the report of ``agent-shim doctor``. If the report contains errors, the command exits with 1, which is
+    ignored.
+    """
     found: dict[str, Any] = json.loads(lxc("exec", vm, "--", "sh", "-c", "agent-shim doctor --json || test $? = 1"))
     return found
 
@@ -43,10 +43,9 @@ def doctor(lxc: Lxc, vm: str) -> dict[str, Any]:
 async def test_lxd_cpi_runs_a_vm_from_stemcell_to_recreation(
     lxc: Lxc, cpi: LxdCpi, stemcell: str, bosh: Environment, kind: str, ip: str
 ) -> None:
-    """Make every CPI call in turn, from importing the stemcell to recreating the VM and detaching its disk.
+    """Every CPI call is made in turn, from importing the stemcell to recreating the VM and detaching its disk.
 
-    The jobs must be running again after each restart, until the Director stops them. Files on the disk must be kept
-    throughout.
+    The jobs must be running again after each restart, until the Director stops them. No file on the disk may be lost.
     """
 
     def inside(vm: str, *command: str) -> str:
