@@ -34,10 +34,10 @@ FAILED = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Stop ignoring SIGINT, and build the keeper.
+    """Restore the default action of SIGINT, and build the keeper.
 
-    A pytest that runs in the background ignores SIGINT, and every process that it starts would inherit this. Tests that
-    interrupt a process would then fail.
+    A pytest that runs in the background ignores SIGINT, and every process that it starts would inherit this, so tests
+    that interrupt a process would fail.
     """
     process.default_signals()
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
@@ -57,7 +57,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Exclude the collected tests, which consist of half a million objects, from garbage collection."""
+    """Switch off garbage collection while tests are collected. Afterwards, exempt the collected tests from it, because
+    they consist of half a million objects.
+    """
     gc.disable()
     try:
         return (yield)
@@ -87,7 +89,7 @@ def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str]
 
 
 def _waiting(item: pytest.Item) -> Iterator[str]:
-    """Yield the stacks of the tasks that were pending when a coroutine test was interrupted."""
+    """Yield the stacks of the tasks that were still pending when a coroutine test was interrupted."""
     if inspect.iscoroutinefunction(getattr(item, "obj", None)):
         with contextlib.suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
             for task in asyncio.all_tasks(asyncio.get_event_loop()):
@@ -121,7 +123,7 @@ async def keepers_are_closed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[N
 
 @pytest.fixture(scope="session")
 def held_loops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Guard the event loop of each agent that a test starts. Yield the directory in which the guards write their
+    """Guard the event loop of each agent that a test starts. Yield the directory to which the guards write their
     reports.
 
     Only the daily tests are guarded, because other tests overload the machine on purpose.
@@ -156,10 +158,10 @@ def no_empty_cgroups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session", autouse=True)
 def no_process_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Kill the processes that tests leave behind, and fail if that is not possible.
+    """At the end of the test run, kill the processes that tests have left behind, and fail if that is not possible.
 
-    For example, a program that forks and exits in a loop would occupy a CPU during all later tests. A separate program
-    kills the processes if pytest itself is killed.
+    For example, a program that keeps forking would occupy a CPU during all later tests. If pytest itself is killed, a
+    separate program kills the processes.
     """
     base = str(tmp_path_factory.getbasetemp())
     with subprocess.Popen([*argv("end_left.py", base, os.getpid())], start_new_session=True) as beside:
@@ -170,7 +172,7 @@ def no_process_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 @pytest.fixture(autouse=True)
 def no_child_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Kill a test's children and the descendants of its keepers.
+    """After each test, kill its children and the descendants of its keepers.
 
     If the test has failed, kill everything that it has started.
     """
