@@ -119,7 +119,7 @@ async def test_agent_survives_a_lack_of_processes(stand: Stand) -> None:
 
 
 @case("R-04", "the agent deploys 8 packages and executes 300 tasks in a cgroup with 64 MiB of memory", is_long=True)
-async def test_agent_works_in_64_mib(stand: Stand) -> None:
+async def test_agent_works_with_a_memory_limit_of_64_mib(stand: Stand) -> None:
     await stand.boot()
     with cgroup("memory") as group:
         (group / "memory.limit_in_bytes").write_text(str(64 << 20))

@@ -186,7 +186,7 @@ def test_agent_commands_are_in_the_path(podman: Podman, image: str, way: list[st
     assert said.split() == ["/usr/local/bin/agent-shim", "/usr/local/bin/monit", "/usr/local/bin/bpm"]
 
 
-def test_commands_with_names_of_other_programs_run_the_agent(podman: Podman, image: str) -> None:
+def test_bpm_monit_and_bosh_agent_commands_run_the_agent(podman: Podman, image: str) -> None:
     """The wheel does not install ``bpm``, ``monit`` and ``bosh-agent``, which are links to ``agent-shim``, so the image
     must.
     """

@@ -201,7 +201,7 @@ async def test_job_answers_in_every_security_tier(
         assert (tmp_path / "store/hello/starts.txt").read_text() == "prepared\ndrained\n"
 
 
-async def test_pod_of_the_cpi_keeps_jobs_when_its_secret_changes_or_it_restarts(site: ContainerSite) -> None:
+async def test_pod_of_the_cpi_runs_jobs_after_a_secret_change_or_a_container_restart(site: ContainerSite) -> None:
     """A Director deploys to the pod. When the settings in the Secret change, the agent must not be restarted. When the
     container is restarted, the disk must be mounted and the job started again.
     """

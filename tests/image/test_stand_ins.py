@@ -153,7 +153,7 @@ CHPST = [
 
 
 @pytest.mark.parametrize(("arguments", "code"), CHPST)
-async def test_chpst_behaves_like_the_one_of_runit(container: Container, arguments: str, code: int) -> None:
+async def test_chpst_behaves_like_runits_chpst(container: Container, arguments: str, code: int) -> None:
     """The output and exit codes are compared with those of runit's chpst if the base image contains it. Only error
     messages may differ.
     """

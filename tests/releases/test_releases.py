@@ -225,7 +225,7 @@ def test_closed_port_restarts_the_process_after_the_configured_cycles(life: Phas
         "bin/health": ctl("health", before=f"[ -e {RUN}/up ] || {{ touch {RUN}/up; exit 1; }}", program="health"),
     },
 )
-def test_process_that_exits_at_its_first_start_runs_after_the_next(life: Phases) -> None:
+def test_process_whose_first_start_fails_runs_after_the_second(life: Phases) -> None:
     assert runs(life["rest"])
     assert first_starts(life, "health") == 1
 

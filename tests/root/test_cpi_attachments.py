@@ -180,7 +180,7 @@ def test_disk_is_attached_to_and_detached_from_a_running_vm(site: AttachmentNode
     assert site.in_vm(f"cat {seen}/new") == "new"
 
 
-def test_helpers_finish_in_time_with_the_cpu_that_they_request(site: AttachmentNode) -> None:
+def test_attachment_helpers_finish_in_time_with_their_requested_cpu(site: AttachmentNode) -> None:
     """On a node whose CPUs are all busy, a container gets only the CPU time that it requests, so the test limits the
     helpers to that.
     """
@@ -277,7 +277,7 @@ def test_detach_does_not_unmount_a_disk_in_use(site: AttachmentNode) -> None:
 
 
 @pytest.mark.attack("root in a container of the CPI redirects the mount of a disk")
-def test_vm_can_write_to_its_disks_but_not_beside_them(site: AttachmentNode) -> None:
+def test_vm_can_write_to_its_disks_but_not_to_their_parent_directory(site: AttachmentNode) -> None:
     """The directory with the mount points is read-only in the VM. It is on the node's file system, which the VM must
     not be able to fill.
     """
@@ -659,7 +659,7 @@ def test_init_of_a_jobs_pid_namespace_is_not_mistaken_for_pid_1_of_the_container
 
 
 @pytest.mark.parametrize("heeds", [True, False])
-def test_reboot_helper_ends_pid_1_of_the_container(site: AttachmentNode, heeds: bool) -> None:
+def test_reboot_helper_stops_pid_1_of_the_container(site: AttachmentNode, heeds: bool) -> None:
     """PID 1 must get SIGTERM, then SIGKILL if it is still running after the grace period."""
     script = ("trap 'exit 7' TERM; " if heeds else "") + "echo; sleep 999 & wait"
     container = subprocess.Popen(

@@ -369,7 +369,7 @@ async def test_disk_mounted_by_a_manifest_can_be_migrated(instance: InstanceWith
 
 
 @by("mounts")
-async def test_disk_swap_interrupted_over_a_mount_of_the_manifest_is_completed(instance: InstanceWithVolumes) -> None:
+async def test_interrupted_disk_swap_over_a_manifest_mount_is_completed(instance: InstanceWithVolumes) -> None:
     """The agent was killed after it had copied the files, but before it mounted the new disk at the store. The test
     writes the markers as they were at that moment.
     """

@@ -91,7 +91,7 @@ async def test_agent_starts_on_a_full_root_file_system(instance: RunningAgent, m
 
 
 @pytest.mark.parametrize("fault", [fill, make_read_only])
-async def test_stop_survives_a_restart_although_data_is_full_or_read_only(
+async def test_stopped_jobs_stay_stopped_after_a_restart_on_a_full_or_read_only_disk(
     instance: RunningAgent, mounted: Callable[[str], Path], fault: Callable[[Path], None]
 ) -> None:
     """The jobs must stay stopped during the fault and after it. While it lasts, a start must be refused."""

@@ -44,7 +44,7 @@ def test_agent_sets_a_valid_host_name_unless_the_runtime_owns_it(
         assert (made.root / "etc/hostname").read_text() == f"{named}\n"
 
 
-def test_agent_does_not_change_the_host_name_of_the_machine(tmp_path: Path) -> None:
+def test_agent_without_its_own_uts_namespace_keeps_the_host_name(tmp_path: Path) -> None:
     """The agent has no UTS namespace of its own here, so it would change the name for every program on the machine."""
     with machine(tmp_path) as made:
         told = made.run(

@@ -266,7 +266,7 @@ IN_MEMORY = {"job_dir": {"tmpfs": True}, "run_dir": {"tmpfs": True}}
 
 
 @pytest.mark.parametrize("why", ["the container may not mount", "the manifest mounts them"])
-async def test_jobs_restart_if_memory_directories_are_ordinary_ones(pod: PodInstance, why: str) -> None:
+async def test_job_files_survive_a_restart_if_the_agent_mounts_no_tmpfs(pod: PodInstance, why: str) -> None:
     """If the container may not mount, the agent must log at boot that it skipped the mounts of ``job_dir.tmpfs`` and
     ``run_dir.tmpfs``. If a manifest mounts these directories, the agent must use them as they are.
 

@@ -56,7 +56,7 @@ ip -6 route add default via fd00::1 dev here
     ]
 
 
-def test_interface_without_a_global_address_gives_no_address() -> None:
+def test_default_route_over_a_link_local_interface_gives_no_address() -> None:
     """The default route's interface has only a link-local address, which cannot be reached from other networks."""
     routes = """
 ip address flush dev here

@@ -303,7 +303,9 @@ def test_terminal_is_restored_if_a_signal_arrives_before_copying_begins(operator
 
 @pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or keeps running after it")
 @pytest.mark.parametrize("is_signal", [True, False])
-def test_session_ends_on_hangup_even_if_its_program_reads_no_input(operator: Operator, is_signal: bool) -> None:
+def test_terminal_session_ends_on_hangup_even_if_its_program_reads_no_input(
+    operator: Operator, is_signal: bool
+) -> None:
     """While the session waited for the program to read its input, it used to block even after the operator's terminal
     was closed.
     """
@@ -321,7 +323,7 @@ def test_session_ends_on_hangup_even_if_its_program_reads_no_input(operator: Ope
     assert operator.ended()[0] == 137
 
 
-def test_keys_beyond_the_terminal_buffer_arrive_later(operator: Operator) -> None:
+def test_keystrokes_beyond_the_terminal_buffer_arrive_later(operator: Operator) -> None:
     operator.call("stty raw -echo; echo up >&3; sleep 1; head -c 200000 | cksum >&3")
     operator.told("up")
     keys, left = b"".join(b"%07d\n" % number for number in range(25_000)), 0

@@ -450,7 +450,7 @@ def test_concurrent_ssh_requests_share_one_server(alone: Alone) -> None:
     assert alone.login("bosh_last", alone.setup("bosh_last")["host_public_key"], "true").returncode == 0
 
 
-def test_sshd_that_does_not_listen_is_ended(alone: Alone) -> None:
+def test_sshd_that_does_not_listen_is_stopped(alone: Alone) -> None:
     """If such a server kept running, the next request would mistake it for a working one."""
     server = alone.key.with_name("deaf")
     server.write_text("#!/bin/sh\nexec sleep 4711\n")

@@ -53,7 +53,7 @@ def groups_of(box: Machine, user: str) -> set[str]:
     return set(box.run(f"id -nG {user}").split())
 
 
-def test_user_tools_cannot_change_the_machine_outside(box: Machine) -> None:
+def test_user_tools_in_a_test_machine_cannot_change_the_host(box: Machine) -> None:
     """If these tools could write outside, a test could remove users or files of the machine on which the tests run."""
     homes = {line.split(":")[5] for line in (box.root / "etc/passwd").read_text().splitlines()}
 
@@ -142,7 +142,7 @@ every process that switches to the user, and one keeps creating files in the hom
 
 @pytest.mark.attack("an SSH user leaves processes that survive the clean-up")
 @pytest.mark.parametrize("commands", STAYING.values(), ids=STAYING.keys())
-def test_processes_of_a_removed_ssh_user_end(box: Machine, inside: Inside, commands: list[list[str]]) -> None:
+def test_processes_of_a_removed_ssh_user_are_killed(box: Machine, inside: Inside, commands: list[list[str]]) -> None:
     """If a process remained, it would belong to the next user who gets the same uid."""
     inside(setup("bosh_stays"))
     number, home = box.run("id -u bosh_stays").strip(), "/var/vcap/bosh_ssh/bosh_stays"
@@ -163,7 +163,7 @@ def test_processes_of_a_removed_ssh_user_end(box: Machine, inside: Inside, comma
             each.wait()
 
 
-def test_user_removal_ends_no_process_in_the_host_pid_namespace(box: Machine, inside: Inside) -> None:
+def test_user_removal_kills_no_process_in_the_host_pid_namespace(box: Machine, inside: Inside) -> None:
     """In the host's PID namespace, processes of other containers can have the same uid.
 
     The agent recognizes this case because the root directory of PID 1 is not its own.

@@ -14,7 +14,7 @@ POWERLESS = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")
 BOOT = "from agent_shim.daemon import boot\nawait boot.boot([boot.tree_step(Paths())])"
 
 
-def test_boot_keeps_owners_that_it_cannot_change(box: Machine, inside: Inside) -> None:
+def test_boot_without_capabilities_leaves_directories_to_root(box: Machine, inside: Inside) -> None:
     """The boot creates its directories with the usual modes, but all of them belong to root. The agent must log this
     only once.
 
@@ -47,9 +47,9 @@ return said
         assert box.run(f"stat -c '%a %U:%G' /var/vcap/{place}") == f"{mode} root:root\n", place
 
 
-def test_root_with_capabilities_changes_owners(box: Machine, inside: Inside) -> None:
-    """The boot in ``test_boot_keeps_owners_that_it_cannot_change`` also runs here, to show that only the missing
-    capability makes the owners differ there.
+def test_boot_with_capabilities_changes_owners(box: Machine, inside: Inside) -> None:
+    """This shows that only the missing capability makes the owners differ in
+    ``test_boot_without_capabilities_leaves_directories_to_root``.
     """
     assert inside(BOOT) is None
     assert box.run("stat -c '%a %U:%G' /var/vcap/data/sys/log") == "750 root:vcap\n"

@@ -30,7 +30,7 @@ def test_generated_files_are_current(name: str) -> None:
     assert FILES[name]() == (ROOT / name).read_text(), "stale: ./dev run python -m tools.pages"
 
 
-def test_kubernetes_object_equals_the_rules_file() -> None:
+def test_prometheus_rule_object_equals_the_rules_file() -> None:
     """The plain rules file is used outside Kubernetes. Its rules must equal those in the Kubernetes object."""
     rule = yaml.safe_load(prometheus_rule())
 

@@ -37,7 +37,7 @@ def texts(module: Module) -> Iterator[tuple[str, int]]:
             yield node.value, node.lineno
 
 
-def test_other_processes_are_read_only_through_host_proc() -> None:
+def test_only_host_proc_reads_files_of_other_processes() -> None:
     """Such reads need limits, because a process's environment can be terabytes long, and the process can make a read of
     it block forever.
     """

@@ -65,7 +65,7 @@ def test_release_has_a_changelog_heading() -> None:
         assert tuple(map(int, newest[1].split("."))) < tuple(map(int, NEXT.split(".")))
 
 
-def test_no_other_file_repeats_the_version() -> None:
+def test_no_unlisted_file_repeats_the_version() -> None:
     """Only lines that contain the project's name count, because other software may have the same version number."""
     own = re.compile(rf"agent[-_]shim[\"' =:@-]{{1,4}}{re.escape(NEXT)}|__version__ = ")
     found = {name for name, text in texts() if own.search(text) and not name.startswith("tests/")}
