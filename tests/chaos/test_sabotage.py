@@ -1,4 +1,6 @@
-"""``./dev sabotage``: each row of the scorecard fails when the behaviour that it tests is broken in the agent."""
+"""Checks the chaos cases themselves (``./dev sabotage``): each case of the scorecard in docs/reliability.md must fail if
+the behaviour that it checks is deliberately broken in the agent.
+"""
 
 from __future__ import annotations
 

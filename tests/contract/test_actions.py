@@ -308,7 +308,7 @@ async def test_a11_too_large_monit_file_fails_only_its_job(world: LocalAgent, mo
     assert threading.current_thread() not in threads
 
 
-async def test_a12_stop_ends_all_processes_and_writes_marker_and_health_state(world: LocalAgent) -> None:
+async def test_a12_stop_terminates_all_processes_and_writes_stopped_marker_and_health_state(world: LocalAgent) -> None:
     """The health state "stopped" is written before the reply, because bosh-dns would otherwise resolve names to the
     instance until the next heartbeat.
     """

@@ -90,8 +90,8 @@ def test_repeated_request_id_does_not_return_a_disk_in_use(cpi: CpiCalls) -> Non
 
 
 def test_create_vm_does_not_mount_a_disk_that_another_vm_uses(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """In a create-swap-delete update, the new VM is created with the disk while the old VM still uses the disk.
-    create_vm must then succeed without mounting the disk.
+    """In a create-swap-delete update, the Director passes the disk to create_vm while the old VM still uses it.
+    create_vm must then create the new VM without mounting the disk.
     """
     old = cpi.create_vm()
     disk = cpi.attached_disk(old)

@@ -89,7 +89,8 @@ async def test_pidfile_naming_a_process_of_another_job_is_ignored(world: JobTree
         await until(lambda: info(supervisor, "web").pid not in (0, pid))
         pid = (await in_state(supervisor, "web", "running")).pid
         victim.write_text(f"{pid}\n")
-        # Wait for the reason instead of the first state, because a slow machine may need a second start.
+        # Wait for this reason and not just for the state "down". On a slow machine, the start of ``liar`` may time out
+        # before it reads the victim's pid, so only a later start writes that pid into the pidfile.
         refused = f"the pidfile names process {pid} (sleep): it belongs to web"
         await until(lambda: refused in info(supervisor, "liar").reason)
         await supervisor.stop_one("liar")

@@ -43,7 +43,7 @@ async def test_rules_are_first_checked_one_cycle_after_the_start(world: JobTree)
         await in_state(supervisor, "web", "running")
         await until(lambda: world.told("Resource limit matched"))
 
-        # Subtract 2, because both times are rounded to clock ticks of the kernel.
+        # Allow two ticks of tolerance, because both times are rounded to kernel clock ticks.
         web = proc.stat(info(supervisor, "web").pid)
         assert web is not None
         assert clock.boot_ticks() - web.start_ticks >= world.timing.cycle * clock.TICKS - 2

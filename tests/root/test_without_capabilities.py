@@ -15,11 +15,11 @@ BOOT = "from agent_shim.daemon import boot\nawait boot.boot([boot.tree_step(Path
 
 
 def test_boot_without_capabilities_leaves_directories_to_root(box: Machine, inside: Inside) -> None:
-    """The boot creates its directories with the usual modes, but all of them belong to root. The agent must log this
-    only once.
+    """Without CAP_CHOWN, the boot creates its directories with the usual modes, but they belong to root. The agent must
+    log only once that it cannot change owners.
 
-    Bundles must be unpacked too. If the agent cannot give a file to the group that it should belong to, only root may
-    read the file.
+    The agent must also be able to unpack bundles. A file that it cannot give to the right group must be readable only
+    by root.
     """
     script = """
 import logging
