@@ -1,5 +1,5 @@
-"""Checks the chaos cases themselves (``./dev sabotage``): each case of the scorecard in docs/reliability.md must fail if
-the behaviour that it checks is deliberately broken in the agent.
+"""Checks the chaos cases themselves (``./dev sabotage``): each case in the scorecard of docs/reliability.md must fail
+if the behaviour that it checks is deliberately broken in the agent.
 """
 
 from __future__ import annotations

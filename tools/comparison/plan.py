@@ -311,8 +311,8 @@ def lenient(path: str, text: str) -> str:
 
 
 def learn_paths(made: Plan, said: str) -> bool:
-    """Add stand-ins for the programs and files that scripts have reported as missing. ``said`` is the text of their logs.
-    Return True if a stand-in was added.
+    """Add stand-ins for the programs and files that scripts have reported as missing. ``said`` is the text of their
+    logs. Return True if a stand-in was added.
     """
     found, news = False, []
     for package, place in re.findall(
