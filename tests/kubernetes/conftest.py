@@ -18,9 +18,7 @@ NODE = pytest.StashKey[FirstNode]()
 
 @pytest.fixture(scope="session")
 def node(request: pytest.FixtureRequest) -> FirstNode:
-    """Start the node and wait until it can run pods. It is stopped after the last test, together with its
-    namespaces.
-    """
+    """Start the node and wait until it can run pods. After the last test, it is killed with its namespaces."""
     made = FirstNode(nodes.here())
     request.config.stash[NODE] = made
     made.start()

@@ -293,7 +293,7 @@ COMMON_WRITES = {
 
 
 def run(inside: Inside, level: int, body: str) -> Any:
-    """Run ``body`` with a supervisor at an isolation level and return its result."""
+    """Run ``body`` with a supervisor that uses this isolation level. Return what ``body`` returns."""
     indented = "\n".join(f"        {line}" for line in body.strip().splitlines())
     text = SETUP.replace("BODY", f"{indented}")
     environment = [f"LEVEL={level}", f"LOOK={LOOK}", f"BPM_YML={BPM_YML}"]

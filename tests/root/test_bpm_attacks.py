@@ -117,7 +117,7 @@ def test_bpm_volume_link_of_root_in_a_directory_of_the_job_is_refused(inside: In
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_that_is_a_link_placed_by_root_is_followed(inside: Inside, level: int) -> None:
-    """The job sees the target, because operators and pre-start scripts create such links."""
+    """The job must see the link's target, because operators and pre-start scripts create such links."""
     said, reason, _ = run(inside, level, planted("/var/vcap/data/volume", 0))
 
     assert (said, reason) == ("secret", "")

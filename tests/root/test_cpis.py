@@ -260,7 +260,9 @@ async def test_disk_migration_continues_after_the_container_was_killed(tmp_path:
 
 @EACH_WAY
 async def test_volume_mounted_on_the_store_by_a_manifest_is_used(tmp_path: Path, prefix: tuple[str, ...]) -> None:
-    """No CPI attaches this disk: it belongs to a StatefulSet, and the pod is restarted in place or recreated."""
+    """The disk belongs to a StatefulSet, so no CPI attaches it. The agent must mount it again when the container
+    has been restarted or recreated, but not after the Director has unmounted it.
+    """
     async with site(tmp_path, cpis.STATEFUL_SET, prefix) as one:
         one.pod.attach("disk-1")
         await one.create_vm("first")

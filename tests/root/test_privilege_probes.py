@@ -99,7 +99,7 @@ def test_privilege_probe_fails_only_without_its_privilege(
 
 
 def test_privilege_probe_that_raises_an_exception_fails(inside: Inside) -> None:
-    """The caller gets an error number, even if the probe raised another exception or was killed."""
+    """The caller must get an error number even if the probe raised an exception that has none, or was killed."""
     codes = inside("""
 import errno, signal
 from agent_shim.host import privilege_probes as probes

@@ -18,8 +18,8 @@ PROGRAMS = ("/opt/agent_shim/launch", "/opt/agent_shim/bin/agent-shim")
 
 
 def verify(directory: Path, text: str, name: str = UNIT.name) -> str:
-    """Return the output of systemd-analyze for a unit. Its exit code is not checked, because it may report problems and
-    still exit with 0.
+    """Return what ``systemd-analyze verify`` prints about a unit. Its exit code is ignored, because it can be 0 even if
+    there are problems.
     """
     if shutil.which("systemd-analyze") is None:
         pytest.fail("systemd-analyze is missing: apt-get install --no-install-recommends systemd")

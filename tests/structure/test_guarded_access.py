@@ -18,13 +18,13 @@ CALLS = frozenset(
     | {"os.truncate", "os.path.exists", "os.path.isfile", "os.path.isdir", "os.path.getsize", "os.path.getmtime"}
     | {"glob.glob", "glob.iglob", "io.open", "shutil.copyfile", "shutil.copy", "shutil.move", "tempfile.mkstemp"}
 )
-"""Functions that access a path and follow its symlinks."""
+"""Functions that access a path and follow symlinks in it, at least in its parent directories."""
 
 METHODS = frozenset(
     {"read_text", "read_bytes", "open", "iterdir", "glob", "rglob", "walk", "stat", "lstat", "exists", "is_file"}
     | {"is_dir", "is_symlink", "is_fifo", "readlink", "write_text", "write_bytes", "touch", "samefile"}
 )
-"""Methods of ``Path`` that access the path and follow its symlinks."""
+"""Methods of ``Path`` that access the path and follow symlinks in it, at least in its parent directories."""
 
 MODULES = frozenset({"os", "io", "proc", "guarded", "files", "glob", "entry"})
 """Names whose attributes are not ``Path`` methods, although they have the same names: modules (their functions are in

@@ -21,7 +21,9 @@ SPELLED = {
     ("monit.password", ""): "random",
     ("spec", ""): "none",
 }
-"""Defaults that the page shows in another form than the code, keyed by option and by the default in the code."""
+"""How the page writes those defaults that it shows in another form than the code. The keys are the option and the
+default in the code.
+"""
 
 
 def table(page: str, header: str) -> list[list[str]]:

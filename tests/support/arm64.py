@@ -26,7 +26,7 @@ from tests.support.guest import LOCK, ROOT
 CACHE: Final = ROOT / ".arm64"
 SUITE: Final = "bookworm"
 PYTHON: Final = "3.11"
-"""The version of Python in the Debian release ``SUITE``."""
+"""Python version of the Debian release ``SUITE``."""
 PACKAGES: Final = (
     "acl attr bash bzip2 coreutils dash diffutils findutils gawk gcc git grep gzip iproute2 libc6-dev login mount "
     "openssh-client openssl passwd procps psmisc python3 python3-venv sed tar util-linux xz-utils zstd"

@@ -69,7 +69,7 @@ GROUPS = {"vcap": 1000, "admin": 1001, "bosh_sudoers": 1002, "bosh_sshers": 1003
 
 @dataclass
 class Machine:
-    """A machine. ``pid`` is its PID 1 as seen from outside."""
+    """A running machine. ``pid`` is the pid of its PID 1 as seen from outside."""
 
     SCRATCH: ClassVar = Path("/mnt")
     """Path of the test's scratch directory inside the machine."""

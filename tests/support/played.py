@@ -105,7 +105,7 @@ class SimulatedMachine:
     how_stops: str = "well"
     how_ends: Ending = field(default_factory=lambda: Code(1))
     refuses: str = ""
-    """The event whose program cannot be executed."""
+    """The event (such as ``Started``) for which the program cannot be executed, or "" if all programs can be."""
     orphans: list[Left] = field(default_factory=list)
     """Processes that may have been descendants of a killed keeper."""
     pids: int = MAX_PID

@@ -124,7 +124,7 @@ class Stand:
     # --- actions of cases ---------------------------------------------------------------------------------------------
 
     def of(self, scaled: int, full: int) -> int:
-        """Return a number or a duration: ``scaled`` for ordinary runs, ``full`` for a case at full size."""
+        """Return ``full`` if the case runs at full size, and otherwise ``scaled``."""
         return full if self.is_full else scaled
 
     @property

@@ -1,6 +1,7 @@
-"""huge_environ.py PIDFILE [GIB]: claim an environment and arguments that are terabytes long, write the pid, and sleep.
+"""huge_environ.py PIDFILE [GIB]: claim to have huge arguments and a huge environment, write the pid, and sleep.
 
-PR_SET_MM_MAP needs no privilege, so any process may declare where its environment begins and ends.
+The arguments and the environment share an area of GIB gibibytes (by default 16 tebibytes). PR_SET_MM_MAP needs no
+privilege, so any process may declare where its environment begins and ends.
 """
 
 import ctypes

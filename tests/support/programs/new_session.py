@@ -1,7 +1,7 @@
 """new_session.py PIDFILE CHILDFILE [wipe]: start a child in a new session.
 
-Writes the pid of this program to PIDFILE, and the pid of the child to CHILDFILE.
-"""
+Writes the pid of this program to PIDFILE, and the pid of the child to CHILDFILE. With ``wipe``, the child's environment
+is empty."""
 
 import os
 import sys
