@@ -95,7 +95,7 @@ def planted(volume: str, owner: int, more: str = "mount_only: true") -> str:
 @pytest.mark.attack("a bpm process replaces its directory or volume with a link before it is mounted")
 @pytest.mark.parametrize("more", ["mount_only: true", "mount_only: true, shared: true"])
 @pytest.mark.parametrize("level", [1, 2])
-def test_bpm_volume_that_is_a_link_of_a_job_is_refused(inside: Inside, level: int, more: str) -> None:
+def test_bpm_volume_that_is_a_link_owned_by_the_job_is_refused(inside: Inside, level: int, more: str) -> None:
     """The error names the volume, the link and its owner. No mount is left on the machine."""
     volume = "/var/vcap/data/shown/volume"
     said, reason, is_unchanged = run(inside, level, planted(volume, 1000, more))
@@ -107,7 +107,7 @@ def test_bpm_volume_that_is_a_link_of_a_job_is_refused(inside: Inside, level: in
 
 @pytest.mark.attack("a bpm process replaces its directory or volume with a link before it is mounted")
 @pytest.mark.parametrize("level", [1, 2])
-def test_bpm_volume_link_of_root_in_a_directory_of_the_job_is_refused(inside: Inside, level: int) -> None:
+def test_bpm_volume_that_is_a_root_link_in_a_job_directory_is_refused(inside: Inside, level: int) -> None:
     """Root owns the link, but the job can write to the directory and may have moved the link there."""
     said, reason, _ = run(inside, level, planted("/var/vcap/data/shown/volume", 0))
 

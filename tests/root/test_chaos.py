@@ -54,7 +54,7 @@ def test_chaos_kill_is_reported_even_if_the_work_finished_first(tmp_path: Path) 
     assert stand.expected_ends == 1
 
 
-def test_tracer_fails_all_calls_from_a_given_number_on(tmp_path: Path) -> None:
+def test_tracer_makes_all_system_calls_fail_from_a_given_number_on(tmp_path: Path) -> None:
     """This simulates a full disk: calls that need space fail with ENOSPC, but files can still be deleted."""
     program = """import os, sys
 sys.stdin.readline()

@@ -61,7 +61,7 @@ def storm() -> Iterator[Path]:
 @pytest.mark.parametrize(
     "kind", ["comet", "comet-session", "bomb", "bomb-session", "bomb-session-ignore", "mortal-session-ignore"]
 )
-def test_keeper_ends_all_processes_of_a_fork_storm(storm: Path, tmp_path: Path, kind: str) -> None:
+def test_keeper_kills_all_processes_of_a_fork_storm(storm: Path, tmp_path: Path, kind: str) -> None:
     command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c", KILL]
     arguments = [str(storm), kind, str(tmp_path / "keepers"), str(USER), str(PROCESSES)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

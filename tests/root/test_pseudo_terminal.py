@@ -284,7 +284,7 @@ def test_stopped_program_in_a_terminal_session_gets_sighup(operator: Operator) -
     assert operator.ended()[0] == 5
 
 
-def test_program_that_ignores_the_hang_up_is_killed_after_a_grace_period(operator: Operator) -> None:
+def test_terminal_session_kills_a_program_that_ignores_the_hang_up(operator: Operator) -> None:
     """The program must get some seconds to write its remaining output."""
     operator.call("trap 'echo last words' HUP; echo up >&3; while :; do sleep 0.02; done")
     operator.told("up")
@@ -335,14 +335,14 @@ def test_keystrokes_beyond_the_terminal_buffer_arrive_later(operator: Operator) 
     assert operator.told("\n").split()[1:] == subprocess.check_output("cksum", input=keys).decode().split()
 
 
-def test_line_ends_of_a_program_with_piped_input_are_translated_once(operator: Operator) -> None:
+def test_terminal_session_with_piped_input_translates_line_ends_once(operator: Operator) -> None:
     operator.call("echo one", streams=(1, 2))
 
     assert operator.ended()[0] == 0
     assert operator.seen() == b"one\r\n"
 
 
-def test_children_that_keep_the_terminal_open_do_not_delay_the_end_of_a_session(operator: Operator) -> None:
+def test_children_that_keep_the_terminal_open_do_not_prolong_a_terminal_session(operator: Operator) -> None:
     """The session must end once the program has exited and all of its own output has been shown."""
     operator.call("trap '' HUP; (echo $$ >&3; exec sleep 1000) & seq 20000; exit 3")
 
@@ -354,7 +354,7 @@ def test_children_that_keep_the_terminal_open_do_not_delay_the_end_of_a_session(
 @pytest.mark.parametrize(
     ("script", "code"), [("exit 7", 7), ("kill -TERM $$", 143), ("echo up >&3; exec sleep 1000", 130)]
 )
-def test_ctrl_c_interrupts_the_program_but_not_its_caller(operator: Operator, script: str, code: int) -> None:
+def test_ctrl_c_in_a_terminal_session_interrupts_only_the_program(operator: Operator, script: str, code: int) -> None:
     """The caller must survive Ctrl-C, so that it can report how the program exited."""
     report = f"exec 3>>{operator.report}; "
     operator.call(report + script, what="in_terminal")
