@@ -59,8 +59,7 @@ def main(argv: Sequence[str]) -> int:
     """Run ``agent-shim``: parse the command line, run the command, and return the exit code (listed in
     docs/commands.md).
     """
-    # "help" describes all commands, and an unknown command is compared with all.
-    grammar = parser(argv[0] if argv and argv[0] in EXAMPLES and argv[0] != "help" else "")
+    grammar = parser()
     args, surplus = grammar.parse_known_args(argv)
     if surplus:
         getattr(args, "parser", grammar).error(f"unrecognized arguments: {' '.join(surplus)}")
@@ -214,28 +213,8 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-class _IgnoredCommand(argparse.ArgumentParser):
-    """Stands in for the parser of a command that is not to be run, and ignores its options."""
-
-    def __init__(self) -> None:
-        pass
-
-    def set_defaults(self, **_: object) -> None:
-        pass
-
-    def add_argument(self, *_: Any, **__: Any) -> Any:
-        pass
-
-    def add_mutually_exclusive_group(self, **_: Any) -> Any:
-        return self
-
-
-def parser(only: str = "") -> argparse.ArgumentParser:
-    """Return the parser of ``agent-shim``. In the parsed arguments, ``run`` is the function that runs the command.
-
-    If ``only`` is the name of a command, the parser knows no other command. Building the parsers of all commands takes
-    15 ms, a sixth of the processor time of a short command.
-    """
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of ``agent-shim``. The attribute ``run`` of the parsed arguments is the command's function."""
     top = Parser(
         prog="agent-shim",
         description="A BOSH agent and process supervisor for containers and pods.",
@@ -246,8 +225,6 @@ def parser(only: str = "") -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND", dest="command")
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        if only not in ("", name):
-            return _IgnoredCommand()
         added = commands.add_parser(
             name,
             help=text,

@@ -34,19 +34,6 @@ def test_every_command_has_an_example_in_its_help(capsys: pytest.CaptureFixture[
         assert f"examples:\n  agent-shim {name}" in capsys.readouterr().out.replace("sv exit agent && ", "")
 
 
-def test_parser_of_a_single_command_prints_the_help_and_errors_of_the_full_parser(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def said(only: str, *words: str) -> str:
-        with pytest.raises(SystemExit):
-            commands.parser(only).parse_args(words)
-        return "".join(capsys.readouterr())
-
-    for name in commands.EXAMPLES:
-        for option in ("--help", "--nonsense"):
-            assert said(name, name, option) == said("", name, option)
-
-
 def test_help_overview_lists_every_command_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         commands.parser().parse_args(["--help"])
