@@ -412,8 +412,8 @@ def _volumes(vm: Vm) -> tuple[list[Object], list[Object]]:
     if properties.tier == "restricted":
         for name, path, source in (
             ("vcap", "/var/vcap", {}),
-            # Without this volume, the runtime would create the parent directory of the mount point as root, and the
-            # agent could not write to it.
+            # The settings are mounted below this directory. Without this volume, the runtime would create the directory
+            # as root, and the agent could not write to it.
             ("bosh", "/var/vcap/bosh", {}),
             ("tmp", "/tmp", {}),  # noqa: S108 - inside the pod
             ("run", "/run", {"medium": "Memory", "sizeLimit": "16Mi"}),

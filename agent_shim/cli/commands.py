@@ -287,7 +287,9 @@ def _add_daemon(command: Command) -> None:
 
 
 def _add_for_operators(command: Command) -> None:
-    status = command("status", _status, "show the bus, vitals and a table of processes, or single processes")
+    status = command(
+        "status", _status, "show the bus connection, the vitals and all processes, or details of the named processes"
+    )
     text = "show all details of these processes; exit with 1 if one is not running"
     status.add_argument("names", nargs="*", metavar="NAME", help=text)
     status.add_argument("--json", action="store_true", help="print JSON")

@@ -64,8 +64,8 @@ class Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``monit``. Return 0 on success, otherwise 1. The commands ``status`` and ``summary`` succeed even if no agent
-    runs.
+    """Run ``monit``. Return 0 on success and 1 on failure. ``status`` and ``summary`` return 0 even when no agent is
+    running.
     """
     name, code = Path(sys.argv[0]).name, 0
     try:

@@ -299,7 +299,7 @@ async def test_a16_compile_reports_a_result_that_cannot_be_stored(world: LocalAg
 
 
 @pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
-async def test_signed_urls_of_a_compilation_appear_in_no_log_or_repr(
+async def test_compile_does_not_leak_signed_urls_to_logs_or_repr(
     world: LocalAgent, server: BlobServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither the log nor the ``repr`` of the task and the package contain the URLs or their headers."""

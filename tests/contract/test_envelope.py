@@ -116,7 +116,7 @@ async def test_e4_unknown_task_is_an_exception(world: LocalAgent, method: str) -
     assert await world.error(method, "nope") == f"Action Failed {method}: Task with id nope could not be found"
 
 
-async def test_e5_immediate_action_with_too_few_arguments_is_an_exception(world: LocalAgent) -> None:
+async def test_e5_immediate_action_with_too_few_arguments_returns_an_exception(world: LocalAgent) -> None:
     assert await world.error("get_task") == (
         "Action Failed get_task: Extracting method arguments from payload: Not enough arguments, expected 1, got 0"
     )

@@ -1,4 +1,6 @@
-"""Log requests from the Director and the CLI. A4 to A6 are facts on the protocol page."""
+"""Tests the requests for logs: ``bundle_logs`` and ``remove_file`` (A4), ``fetch_logs`` (A5), and
+``fetch_logs_with_signed_url`` (A6). The numbers are from docs/protocol.md.
+"""
 
 from __future__ import annotations
 

@@ -390,7 +390,9 @@ async def test_bus_sends_nothing_to_a_server_without_tls() -> None:
 
 @pytest.mark.attack("a neighbour strips or weakens TLS on the bus connection, or injects bytes before the handshake")
 async def test_bus_rejects_old_tls_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If an attacker offers only TLS 1.1, which OpenSSL can be configured to accept, the agent sends nothing."""
+    """The agent sends nothing to a server that offers only TLS 1.1, even if the system's OpenSSL configuration allows
+    that version.
+    """
     real, seen = tls.client_context, list[str]()
 
     async def script(wire: ClientConnection) -> None:

@@ -121,7 +121,9 @@ async def test_interrupted_https_upload_leaves_no_file(bus: HttpsBus, tmp_path: 
 
 
 async def test_https_drain_waits_until_answers_are_sent(agent: PingAgent, tmp_path: Path) -> None:
-    """``drain`` waits until the answers to requests in progress have been sent. Without any, it returns immediately."""
+    """``drain`` waits until the answers to requests in progress have been sent. If no request is in progress,
+    it returns immediately.
+    """
     async with AsyncExitStack() as stack:
         async with on_https(agent.handle, tmp_path) as bus:
             await bus.drain(60)

@@ -117,10 +117,10 @@ async def test_hidden_daemon_is_ended_with_its_keeper(sockets: Path) -> None:
     ("user", "group", "ids"),
     [("daemon", None, "1 0 0"), ("daemon", "sys", "1 3 3"), ("4711", "4712", "4711 4712 4712"), ("0", None, "0 0 0")],
 )
-async def test_keeper_runs_its_program_as_the_requested_user_with_the_groups_of_this_user(
+async def test_keeper_runs_its_program_with_the_uid_and_group_that_are_requested(
     sockets: Path, tmp_path: Path, user: str, group: str | None, ids: str
 ) -> None:
-    """User and group may be names or numbers. The program gets the groups of its user, and none of the agent's."""
+    """User and group may be names or numbers. The program gets none of the agent's supplementary groups."""
     program = msgspec.structs.replace(shell("echo $(id -u) $(id -g) $(id -G)"), user=keeper.user(user, group))
     before = os.getgroups()
     os.setgroups([4, 27])

@@ -380,8 +380,8 @@ SLEEPER = "processes: [{name: jailed, executable: /bin/sleep, args: ['1000'], pe
 
 
 async def test_bpm_sandbox_does_not_keep_a_detached_disk_busy(node: FirstNode, tmp_path: Path) -> None:
-    """The job's mount namespace must not keep a detached disk mounted. On this node, all disks and data directories are
-    on the same device, so the CPI cannot recognize the disk by its device.
+    """The mount namespace of a bpm sandbox must not keep a disk mounted after it was detached. This node is the hardest
+    case: all disks are on one device, so the CPI cannot tell from the device which mounts belong to the disk.
     """
     way = next(way for way in WAYS if way.tier == "privileged")
     async with cpi_site.site(node, way, tmp_path, timeouts={"unmount": 20}) as site:

@@ -103,7 +103,7 @@ async def test_image_password_is_removed_unless_the_settings_have_one(tmp_path: 
 
 
 async def test_a7_cas_from_update_settings_are_trusted_until_they_are_removed(tmp_path: Path) -> None:
-    """The CAs must also survive a recreated container, whose trust store starts as in the image."""
+    """The CAs must be installed again when the container is recreated, because its trust store is then the image's."""
     authority, hashed = Authority("of the Director"), "$6$salt$" + "y" * 86
     verify = "openssl verify -no-CAstore -no-CApath -CAfile /etc/ssl/certs/ca-certificates.crt /mnt/leaf.pem"
     async with pods(tmp_path) as pod:

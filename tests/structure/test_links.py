@@ -54,8 +54,8 @@ def test_every_page_of_the_docs_is_in_the_index() -> None:
 
 
 def test_every_alert_has_a_runbook() -> None:
-    """The ``runbook_url`` of each alert must lead to the alert's heading in docs/alerts.md, which must not describe
-    any other alert.
+    """The ``runbook_url`` of each alert must lead to the alert's heading in docs/alerts.md, and that page must not
+    have headings for alerts that do not exist.
     """
     rules = yaml.safe_load((ROOT / "deploy/prometheus/rules.yaml").read_text())
     alerts = [rule for group in rules["groups"] for rule in group["rules"] if "alert" in rule]

@@ -30,7 +30,10 @@ def spec(
     version: str = "1",
     **members: Any,
 ) -> dict[str, Any]:
-    """Store jobs and packages in the blobstore, and return an apply spec for them. Both map names to files."""
+    """Store jobs and packages in the blobstore, and return an apply spec for them.
+
+    ``jobs`` and ``packages`` each map a name to its files, as a map from path to content.
+    """
     files = {f"{job}/{path}": text for job, content in jobs.items() for path, text in content.items()}
     templates = [{"name": name, "version": version} for name in jobs]
     first = next(iter(jobs), "")

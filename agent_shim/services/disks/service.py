@@ -187,8 +187,8 @@ class Disks:
     # --- list, mount, unmount -----------------------------------------------------------------------------------------
 
     async def list(self) -> list[str]:
-        """Restore missing mounts, then return the disks that are mounted or linked by name. The disk on the store comes
-        first.
+        """Restore missing mounts, then return the cids of the disks that are mounted or have a symlink in
+        ``instance/disks``. The disk that is mounted on the store comes first.
         """
         view = await (self._look() if self._running else self._restored())
         return list(dict.fromkeys(cid for cid in (view.on_store, view.on_target, *view.links) if cid))

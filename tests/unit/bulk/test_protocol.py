@@ -26,7 +26,7 @@ def test_paths_and_options_are_rejected_as_blob_ids(blob_id: str) -> None:
         checked_blob_id(blob_id)
 
 
-def test_progress_has_a_text_and_a_fraction() -> None:
+def test_progress_reports_bytes_and_fraction_once_the_total_is_known() -> None:
     """Until all files have been counted, the total is unknown and the fraction is zero."""
     counting, copying = Progress("counting"), Progress("copying", 250, 1000)
     assert (str(counting), counting.share) == ("counting", 0.0)

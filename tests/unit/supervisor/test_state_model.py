@@ -79,7 +79,7 @@ class ModelledService:
             yield one.on(trigger, table)
 
     def after_internal_events(self, table: Table) -> Iterator[ModelledService]:
-        """Yield the situation after each event that can happen without a request."""
+        """Yield every state that the service can reach next through an internal event, such as a process exit."""
         if self.process:
             yield replace(self, process=False)
         if self.starter:

@@ -22,8 +22,10 @@ from agent_shim.supervisor.ownership import ending
         (ending.NoPid(), "its pidfile names no process", "unknown"),
     ],
 )
-def test_ending_has_a_text_for_operators_and_a_kind_for_metrics(how: ending.Ending, text: str, kind: str) -> None:
-    """The kind is the label of a metric, so it must be one of a few values."""
+def test_process_exit_is_described_for_operators_and_classified_for_metrics(
+    how: ending.Ending, text: str, kind: str
+) -> None:
+    """The kind of exit is a metric label, so it must be one of a few fixed values."""
     assert str(how) == text
     assert how.kind == kind
     assert kind in ending.KINDS

@@ -112,8 +112,10 @@ def test_process_without_a_keeper_must_run_a_program_of_a_job(
     assert bool(why) is not is_named
 
 
-def test_pidfile_of_an_ended_process_does_not_identify_another_process() -> None:
-    """Another process may have been given the same pid since then. A new pidfile is accepted."""
+def test_stale_pidfile_does_not_identify_a_new_process_with_the_same_pid() -> None:
+    """The pid of a process may be reused after it exits, so its old pidfile is ignored. A pidfile that was written later
+    is accepted.
+    """
     record = ProcessRecord(named_by=NEWER)
 
     assert tie(keepers("web"), ONE, SPEC, record, NEWER) == (Tie.NONE, "its pidfile is older than the process")
