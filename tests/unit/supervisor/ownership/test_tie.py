@@ -113,7 +113,7 @@ def test_process_without_a_keeper_must_run_a_program_of_a_job(
 
 
 def test_stale_pidfile_does_not_identify_a_new_process_with_the_same_pid() -> None:
-    """The pid of a process may be reused after it exits, so its old pidfile is ignored. A pidfile that was written later
+    """The pid of a process may be reused after it exits, so its old pidfile is ignored. A pidfile written later
     is accepted.
     """
     record = ProcessRecord(named_by=NEWER)
