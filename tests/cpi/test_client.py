@@ -219,7 +219,7 @@ def test_watch_continues_on_an_unchanged_object_in_a_busy_cluster(
     """A watch must not start from the version of the watched object. In a busy cluster, the server soon forgets this
     version and would then reject each watch with 410.
     """
-    cluster.memory = 5
+    cluster.memory = 30
     cluster.start_after_s = 1.5
     busy = threading.Event()
 
