@@ -195,9 +195,7 @@ class Keeper:
 
     def exit_of(self, identity: tuple[int, int]) -> Exit | None:
         """Return how the program or a watched process exited, or None if the keeper has not reported its exit."""
-        pid, start_ticks = identity
-        seen = (each for each in self.state.exits.values() if each.pid == pid and each.at >= start_ticks / clock.TICKS)
-        return next(seen, None)
+        return _exit_in(self.state, identity)
 
     async def status_of(self, identity: tuple[int, int]) -> int | None:
         """Return the status of a process that has exited, or None if its own parent has reaped it or the keeper is
@@ -205,18 +203,18 @@ class Keeper:
 
         Wait for the keeper to reap the process if it is the keeper's child, but not if another process has to reap it.
         """
-        is_left = True
-        while is_left and self.exit_of(identity) is None and not self.is_lost:
+        is_left, ended = True, self.exit_of(identity)
+        while is_left and ended is None and not self.is_lost:
             dead = proc.stat(identity[0])
             is_left = dead is not None and dead.identity == identity and dead.parent == self.pid
             if is_left:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(process.POLL_S):
                         await self._changed.wait()
-            # If the keeper has reaped the process, the answer says how it ended.
+            # If the keeper has reaped the process, the answer says how it exited. A later state may not say it, because
+            # the slot is also used for other processes.
             with contextlib.suppress(HostError):
-                await self.request(_watch(_ASKED_SLOT, identity))
-        ended = self.exit_of(identity)
+                ended = _exit_in(await self.request(_watch(_ASKED_SLOT, identity)), identity)
         return None if ended is None else ended.status
 
     def adopt(self, pid: int, start_ticks: int | None = None) -> Process | None:
@@ -462,8 +460,9 @@ async def start(
             )
         except BaseException:
             # The spawn may have failed after the fork, because a descriptor was missing.
-            connection.send(b"kill")
-            connection.send(b"release")
+            with contextlib.suppress(OSError):
+                connection.send(b"kill")
+                connection.send(b"release")
             connection.close()
             (directory / name).unlink()
             raise
@@ -593,6 +592,13 @@ def _start_of(name: str) -> int:
     named = _NAME.fullmatch(name)
     assert named is not None
     return int(named["ticks"], 16)
+
+
+def _exit_in(state: KeeperState, identity: tuple[int, int]) -> Exit | None:
+    """Return how the program or a watched process exited, or None if this state does not say it."""
+    pid, start_ticks = identity
+    seen = (each for each in state.exits.values() if each.pid == pid and each.at >= start_ticks / clock.TICKS)
+    return next(seen, None)
 
 
 def _watch(slot: int, identity: tuple[int, int]) -> str:

@@ -196,6 +196,21 @@ async def test_keeper_does_not_report_the_exit_of_an_earlier_process_with_the_sa
     await end(kept)
 
 
+async def test_exit_statuses_of_processes_that_exit_together_are_all_known(sockets: Path, tmp_path: Path) -> None:
+    """For example, several services use daemons that the same script of their job has started."""
+    go = tmp_path / "go"
+    daemon = f"while [ ! -e {go} ]; do sleep 0.01; done; exit $0"
+    kept = await keeper.start(sockets, "together", shell(f"for code in 3 4 5; do sh -c '{daemon}' $code & done"))
+    await kept.wait()
+    daemons = [each for each in kept.processes() if each.parent == kept.pid]
+    go.touch()
+    await kept.until(lambda: kept.state.is_childless)
+
+    statuses = await asyncio.gather(*(kept.status_of(each.identity) for each in daemons))
+    assert sorted(map(str, statuses)) == ["3", "4", "5"]
+    kept.release()
+
+
 @pytest.mark.parametrize(
     ("program", "text"),
     [
