@@ -1,4 +1,4 @@
-"""Parses ``docs/protocol.md``: its actions, their examples, and the numbered facts that test names refer to."""
+"""Parses ``docs/protocol.md``: its actions and their examples."""
 
 from __future__ import annotations
 
@@ -122,9 +122,3 @@ def message(kind: str) -> dict[str, Any]:
     assert found, f"the page shows no {kind}"
     document: dict[str, Any] = json.loads(rest.partition("\n```")[0])
     return document
-
-
-def facts() -> list[str]:
-    """Return the ids of the facts that still apply, such as ``a13``."""
-    facts = PAGE.read_text().partition("\n## Facts with tests\n")[2].partition("\n## ")[0]
-    return [number.lower() for number in re.findall(r"\*\*([A-Z]\d+)\*\*\s\S", facts)]
