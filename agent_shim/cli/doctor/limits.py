@@ -107,8 +107,8 @@ no cgroups, lxcfs = limited: kills by the memory limit go unreported
   lxd: cloud_properties of the VM: config: raw.lxc with lxc.mount.auto = cgroup:mixed
 kills together = limited: when memory runs out, the kernel kills the agent and all jobs, not only the process that uses
     too much memory
-  pod: singleProcessOOMKill: true in the configuration of the node's kubelet, or securityContext.privileged: true, with
-    which the agent turns it off
+  pod: singleProcessOOMKill: true in the configuration of the node's kubelet, or cgroup_writable = true in that of
+    containerd 2.1, or securityContext.privileged: true; with the last two, the agent turns it off
   cpi: an engine that does not set memory.oom.group on containers
   engine: 0 in memory.oom.group of the container's cgroup
 no memory limit = limited: one job can use up the memory of the whole machine; heartbeats report that machine's memory
