@@ -1,6 +1,7 @@
 """``./dev try-kubernetes`` with recorders in place of programs such as kind, kubectl and bosh.
 
-The output of only one bosh command, ``bosh int``, affects the trial.
+Of the bosh commands, only ``bosh int`` prints anything that the trial uses. Daily tests also record ``./dev``, because
+building the CPI release takes long.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ with state.with_name("calls").open("a") as calls:
     calls.write(json.dumps([name, *sys.argv[1:]]) + "\\n")
 if os.environ.get("FAILS", "nothing fails") in " ".join(sys.argv):
     sys.exit(7)
+if name == "dev":
+    *words, out = sys.argv[1:]
+    made = Path(out.removeprefix("--out="), "-".join(words).replace("/", "-") + ".tgz")
+    made.touch()
+    print(made)
+    sys.exit()
 said = {{
     "kind get": "",
     "docker inspect": "192.0.2.7",
@@ -51,18 +58,29 @@ if sys.argv[1] == "create-env":
 if sys.argv[1:3] == ["create", "cluster"]:
     (state / "kubeconfig").write_text("{{}}")
 """
+RECORDED = """
+import sys
+from tools.trial import __main__ as trial
+from tools.trial.running import Runner
+run = Runner.__call__
+Runner.__call__ = lambda *words, **options: run(*("dev" if word == "./dev" else word for word in words), **options)
+sys.exit(trial.main(sys.argv[1:]))
+"""
+"""A program that runs the trial with the recorder ``dev`` in place of ``./dev``."""
 
 
 class TrialRuns:
     """Runs the trial with recorders in place of the programs, and gives access to the recorded calls."""
 
-    def __init__(self, where: Path) -> None:
+    def __init__(self, where: Path, *, builds: bool = False) -> None:
+        """``builds`` says whether ``./dev`` builds the CPI release and the stemcell."""
+        self.builds = builds
         self.state = where / "state"
         self.programs = where / "programs"
         self.deployments = where / "bosh-deployment"
         self._calls = where / "calls"
         self.programs.mkdir()
-        for name in ("kind", "docker", "kubectl", "bosh", "git"):
+        for name in ("kind", "docker", "kubectl", "bosh", "git", "dev"):
             self.program(name, PROGRAM)
         self.deployments.mkdir()
         (self.deployments / "bosh.yml").write_text(yaml.safe_dump(BOSH))
@@ -73,7 +91,8 @@ class TrialRuns:
 
     @property
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "tools.trial", f"--state={self.state}", f"--bosh-deployment={self.deployments}"]
+        trial = ["-m", "tools.trial"] if self.builds else ["-c", RECORDED]
+        return [sys.executable, *trial, f"--state={self.state}", f"--bosh-deployment={self.deployments}"]
 
     def environment(self, **more: str) -> dict[str, str]:
         return {**os.environ, "PATH": f"{self.programs}:{os.environ['PATH']}", "STATE": str(self.state), **more}
@@ -91,10 +110,10 @@ def played(tmp_path: Path) -> TrialRuns:
     return TrialRuns(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrialRuns, str]:
+@pytest.fixture(scope="module", params=["recorded", pytest.param("built", marks=pytest.mark.slow)])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrialRuns, str]:
     """Run a trial to its end. Return the runs and the output."""
-    made = TrialRuns(tmp_path_factory.mktemp("trial"))
+    made = TrialRuns(tmp_path_factory.mktemp("trial"), builds=request.param == "built")
     done = made.run()
     assert done.returncode == 0, done.stdout + done.stderr
     return made, done.stdout + done.stderr
@@ -108,8 +127,8 @@ def test_trial_creates_node_director_and_deployment_in_order(whole: tuple[TrialR
     played, said = whole
 
     assert "./dev try-kubernetes --remove" in said
-    calls = played.calls()
-    assert [" ".join(call[: 4 if call[1] == "-d" else 3]) for call in calls if call[0] not in ("docker", "git")] == [
+    calls = [call for call in played.calls() if call[0] not in ("docker", "git", "dev")]
+    assert [" ".join(call[: 4 if call[1] == "-d" else 3]) for call in calls] == [
         "kind get clusters",
         "kind create cluster",
         "kind load image-archive",
