@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,34 @@ LATIN: Mapping[str, str] = {"PYTHONIOENCODING": "iso-8859-1"}
 ASCII: Mapping[str, str] = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 TEXT = "größe 漢字 😀 \udcff"
-MAIN = "import sys; sys.argv[0] = {!r}; from agent_shim.cli.main import main; sys.exit(main())"
+END = "--end-of-command--"
+MAIN = """
+import os, sys, traceback
+from agent_shim.cli import commands, monit
+from agent_shim.cli.main import main
+
+_, end, *words = sys.argv
+while words:
+    length = words.index(end)
+    if (pid := os.fork()) == 0:
+        sys.argv = words[:length]
+        try:
+            code = main()
+        except SystemExit as exc:
+            code = exc.code
+        except Exception:
+            traceback.print_exc()
+            code = 255
+        sys.stdout.flush()
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.write(1, f"{end}{code}\\n".encode())
+    del words[: length + 1]
+"""
+"""A program that runs commands in child processes, because starting an interpreter for each would take much longer. Its
+arguments are a separator and the words of the commands, each followed by the separator. After the output of a command,
+it prints the separator and the exit code.
+"""
 
 
 @pytest.fixture
@@ -77,20 +104,27 @@ def commands(place: StandaloneTree) -> list[tuple[int, tuple[str, ...]]]:
     ]
 
 
-def run(words: tuple[str, ...], locale: Mapping[str, str], *, on_pty: bool = False) -> tuple[int | None, bytes]:
-    """Run a command. Return its exit code (None on a terminal) and its combined output."""
-    argv = [sys.executable, "-c", MAIN.format(words[0]), *words[1:]]
+def run(
+    lines: Sequence[tuple[str, ...]], locale: Mapping[str, str], *, on_pty: bool = False
+) -> list[tuple[int, bytes]]:
+    """Run commands. Return the exit code and the combined output of each."""
+    argv = [sys.executable, "-c", MAIN, END, *(word for words in lines for word in (*words, END))]
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path), **locale}
     if on_pty:
-        return None, on_terminal(["env", "-i", *(f"{key}={value}" for key, value in environment.items()), *argv])
-    done = subprocess.run(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-    return done.returncode, done.stdout
+        said = on_terminal(["env", "-i", *(f"{key}={value}" for key, value in environment.items()), *argv])
+    else:
+        said = subprocess.run(
+            argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True
+        ).stdout
+    first, *others = said.split(END.encode())
+    codes, pages = zip(*(part.split(b"\n", 1) for part in others), strict=True)
+    return list(zip(map(int, codes), (first, *pages[:-1]), strict=True))
 
 
 async def test_commands_escape_characters_that_the_locale_cannot_encode(place: StandaloneTree) -> None:
     """The command succeeds or fails in the same way as with UTF-8, and prints no encoding error."""
     status = ("agent-shim", "status", "-b", str(place.paths.base))
-    await until(lambda: b"start program exited" in run(status, LATIN)[1])
+    await until(lambda: b"start program exited" in run([status], LATIN)[0][1])
 
     for locale, on_pty in ((LATIN, False), (LATIN, True), (ASCII, False)):
         await _check_commands(place, locale, on_pty=on_pty)
@@ -98,10 +132,11 @@ async def test_commands_escape_characters_that_the_locale_cannot_encode(place: S
 
 async def _check_commands(place: StandaloneTree, locale: Mapping[str, str], *, on_pty: bool) -> None:
     pages = {}
-    for wanted, words in commands(place):
-        code, said = await asyncio.to_thread(run, words, locale, on_pty=on_pty)
+    tested = commands(place)
+    results = await asyncio.to_thread(run, [words for _, words in tested], locale, on_pty=on_pty)
+    for (wanted, words), (code, said) in zip(tested, results, strict=True):
         pages[words[:3]] = page = said.decode("latin-1")
-        assert (words, code) == (words, None if on_pty else wanted), page
+        assert (words, code) == (words, wanted), page
         assert "Traceback" not in page, page
         assert said, words
 
