@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from agent_shim.cli import doctor
 from agent_shim.cli.commands import main
+from agent_shim.core.paths import Paths
 from agent_shim.demo import pki
 from tests.support.broker import NatsServer
 
@@ -125,9 +127,11 @@ def test_doctor_reports_a_missing_configuration_file(tmp_path: Path) -> None:
     ],
 )
 def test_doctor_removes_secrets_and_control_characters_from_invalid_addresses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
     settled(tmp_path, url, "none")
+    report = doctor.examine(Paths(tmp_path), None)
+    monkeypatch.setattr(doctor, "examine", lambda *_: report)
     for form in ([], ["--json"]):
         assert main(["doctor", *form, "-b", str(tmp_path)]) in (0, 1)
         out, err = capsys.readouterr()
