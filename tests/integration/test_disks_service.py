@@ -36,6 +36,14 @@ from tests.support.volumes import (
 each_way = by("links", "mounts")
 
 
+@pytest.fixture
+def unused_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no process use the disks. Looking at every process on the machine would take most of the time of a test that
+    makes many requests.
+    """
+    monkeypatch.setattr(volumes, "holders", lambda _: [])
+
+
 def mounted(instance: InstanceWithVolumes) -> list[mounts.Mount]:
     """Return this instance's mounts, without those that other tests may add on this machine at the same time."""
     return [mount for mount in mounts.mounts() if mount.point.is_relative_to(instance.paths.base)]
@@ -1104,6 +1112,7 @@ async def test_migration_logs_what_it_could_not_copy(
     assert text in [record.message for record in caplog.records if record.levelname == "WARNING"]
 
 
+@pytest.mark.usefixtures("unused_disks")
 @pytest.mark.parametrize("restart", [InstanceWithVolumes.start_agent, InstanceWithVolumes.remake_container])
 @pytest.mark.parametrize("step", range(MORE_THAN_ALL))
 @each_way
@@ -1133,6 +1142,7 @@ async def test_migration_killed_at_any_step_is_completed(
     assert instance.marker("b") == Marker("b", "store", source="a", generation=1)
 
 
+@pytest.mark.usefixtures("unused_disks")
 @pytest.mark.parametrize("step", range(MORE_THAN_ALL))
 @each_way
 async def test_reverse_migration_killed_at_any_step_is_completed(instance: InstanceWithVolumes, step: int) -> None:
@@ -1156,6 +1166,7 @@ async def test_reverse_migration_killed_at_any_step_is_completed(instance: Insta
     assert fingerprint(instance.paths.store) == wanted
 
 
+@pytest.mark.usefixtures("unused_disks")
 @pytest.mark.parametrize("restart", [InstanceWithVolumes.start_agent, InstanceWithVolumes.remake_container])
 @each_way
 async def test_mount_and_unmount_killed_at_any_step_can_be_repeated(
