@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import stat
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -29,8 +29,9 @@ def sha1(text: str | bytes) -> str:
 
 
 @pytest.fixture
-def bundles(paths: Paths) -> Bundles:
-    return Bundles(paths)
+async def bundles(paths: Paths) -> AsyncIterator[Bundles]:
+    async with workers.Workers() as pool:
+        yield Bundles(paths, pool.work)
 
 
 def package(paths: Paths, name: str, version: str = "1", **members: bytes) -> Bundle:

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from agent_shim.actions.agent import Agent, EdgeCallbacks
 from agent_shim.actions.dispatch import Dispatcher
-from agent_shim.bulk import workers
 from agent_shim.bulk.protocol import Execute
+from agent_shim.bulk.workers import Workers
 from agent_shim.core.errors import ActionError
 from agent_shim.core.paths import Paths
 from agent_shim.core.settings import Mbus
@@ -25,6 +25,9 @@ from agent_shim.services.state_backup import StateBackup
 from agent_shim.services.volume_lease import VolumeLeases
 from agent_shim.supervisor.supervisor import Event, Supervisor, Timing
 
+FIRST_POLL_S: Final = 0.001
+LONGEST_POLL_S: Final = 0.02
+"""Limits for the pause between two polls of a task. Polling without pauses would keep a CPU busy."""
 NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0", "default": ["dns", "gateway"]}}
 
 
@@ -59,8 +62,11 @@ class LocalAgent:
     async def run(self, method: str, *arguments: Any, protocol: int = 3) -> dict[str, Any]:
         """Run an action and return its final reply. If it is a task, poll it until it has finished."""
         reply = await self.call(method, *arguments, protocol=protocol)
+        pause = FIRST_POLL_S
         async with asyncio.timeout(60):
             while is_running(reply):
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_POLL_S)
                 reply = await self.call("get_task", reply["value"]["agent_task_id"])
         return reply
 
@@ -100,9 +106,12 @@ def write_settings(base: Path, **members: Any) -> Path:
 
 @asynccontextmanager
 async def world(
-    base: Path, *, timing: Timing | None = None, work: Execute = workers.work, **members: Any
+    base: Path, *, timing: Timing | None = None, work: Execute | None = None, **members: Any
 ) -> AsyncIterator[LocalAgent]:
-    """Run a booted agent for the duration of the block. Its jobs are stopped at the end."""
+    """Run a booted agent for the duration of the block. Its jobs are stopped at the end.
+
+    ``work`` replaces the worker processes.
+    """
     paths = Paths(base / "vcap")
     await boot.boot([boot.tree_step(paths)])
     store = SettingsStore(paths, [write_settings(base, **members)])
@@ -126,10 +135,11 @@ async def world(
     )
     edges = EdgeCallbacks(announce, reconnect, lambda: asked.append("shut_down"))
     kept, leases = StateBackup(paths), VolumeLeases()
-    agent = runtime.assemble(paths, store, supervisor, edges, state_backup=kept, leases=leases, work=work)
+    pool = Workers()
+    agent = runtime.assemble(paths, store, supervisor, edges, state_backup=kept, leases=leases, work=work or pool.work)
     recovery = JobRecovery(agent, events.append)
     with reaper.reaping():
-        async with supervisor:
+        async with pool, supervisor:
             await agent.state_backup.recover(store.current.agent_id)
             await boot.boot(boot.steps(agent, recovery))
             dispatcher = Dispatcher(agent, agent.tasks, on_done=lambda *_: None)
