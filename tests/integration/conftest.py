@@ -18,7 +18,7 @@ from tests.support.instance import COMMAND, RunningAgent, world
 @pytest.fixture
 async def instance() -> AsyncIterator[RunningAgent]:
     """Provide an instance whose agent has not been started yet."""
-    async with world(COMMAND) as made:
+    async with world(COMMAND, poll=0.01) as made:
         yield made
 
 

@@ -45,7 +45,7 @@ is also detached from its parent.
 @pytest.fixture
 async def machine() -> AsyncIterator[Machine]:
     """Run an agent as a separate process that is connected to a bus."""
-    async with made(COMMAND) as one:
+    async with made(COMMAND, poll=0.01) as one:
         await one.start_agent()
         yield one
         end_kept(Paths(one.base))

@@ -76,7 +76,7 @@ class Environment:
         async with asyncio.timeout(self.timeout_s):
             while True:
                 with contextlib.suppress(RpcTimeoutError):
-                    assert await self.director.value(AGENT, "ping", timeout=0.5) == "pong"
+                    assert await self.director.value(AGENT, "ping", timeout=0.3) == "pong"
                     return
 
     async def deploy(self, release: Mapping[str, Mapping[str, str | bytes]] | None = None) -> None:

@@ -93,7 +93,7 @@ class Fleet:
         stack.callback(agent.terminate)
         self.machines[agent_id] = made
         self.ends[agent_id] = stack
-        await self.director.wait_until_ready(agent_id, timeout=30)
+        await self.director.wait_until_ready(agent_id, timeout=30, patience=0.3)
         return made
 
     def remove(self, agent_id: str) -> None:

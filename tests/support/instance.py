@@ -328,8 +328,8 @@ class RunningAgent:
         return found
 
     async def run(self, method: str, *arguments: Any, limit: float | None = None) -> float:
-        """Run an action for at most ``limit`` seconds, polling its task without pauses. Return how long it took in
-        seconds.
+        """Run an action for at most ``limit`` seconds, and poll its task until it has finished. Return how long it took
+        in seconds.
         """
         begun_at = time.monotonic()
         await self.director.run(self.agent_id, method, *arguments, limit=limit)
@@ -345,7 +345,7 @@ class RunningAgent:
         begun_at = time.monotonic()
         async with asyncio.timeout(120):
             while (await self.director.value(self.agent_id, "get_state"))["job_state"] != "running":
-                await asyncio.sleep(0.002)
+                await asyncio.sleep(max(self.director.poll, 0.002))
         return time.monotonic() - begun_at
 
 
@@ -380,10 +380,14 @@ def _content(seed: int, size: int) -> bytes:
 
 
 @asynccontextmanager
-async def world(command: str) -> AsyncIterator[RunningAgent]:
-    """Provide a scratch directory with a bus and a Director. No agent is running yet."""
+async def world(command: str, *, poll: float = 0) -> AsyncIterator[RunningAgent]:
+    """Provide a scratch directory with a bus and a Director. No agent is running yet.
+
+    ``poll`` is the pause in seconds between two queries of a task. Without a pause, measured times are exact, but the
+    queries keep a CPU busy.
+    """
     scratch = Path(tempfile.mkdtemp(prefix="agent-shim-bench-"))
-    director = Director(poll=0)
+    director = Director(poll=poll)
     try:
         async with NatsServer(scratch / "bus") as server:
             await server.add_agent(AGENT)

@@ -225,7 +225,7 @@ class PodInstance:
                 state: dict[str, Any] = await self.director.value(self.agent_id, "get_state")
                 if state["job_state"] in job_states:
                     return state
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0.02)
 
     async def stop_copying(self, into: str) -> int:
         """Suspend a migration's worker once it has copied some of the files. Return the worker's pid as seen from

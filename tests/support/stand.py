@@ -380,7 +380,7 @@ async def stand(command: str, *, is_full: bool = False) -> AsyncIterator[Stand]:
     # The image's launcher sets these variables for every agent. They make threads return memory to the system.
     os.environ |= {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}
     async with (
-        world(command) as made,
+        world(command, poll=0.005) as made,
         monitor.on(made.server.peer(HEALTH_MONITOR)),
         Proxy(int(made.server.url.rpartition(":")[2])) as proxy,
     ):
