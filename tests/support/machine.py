@@ -40,6 +40,8 @@ set -eu
 mkdir -p /var/vcap
 {aside}
 mount --rbind {scratch} /mnt
+mount -t tmpfs -o mode=0755 tmpfs {scratch}/etc
+cp -a /etc/. {scratch}/users/. {scratch}/etc
 mount --bind {scratch}/etc /etc
 mount -t tmpfs -o mode=0755 tmpfs /var/vcap
 {volumes}
@@ -64,6 +66,7 @@ command fails only its own test.
 NEEDED = (CODE, Path(sys.base_prefix))
 """Directories with the agent and the interpreter, which every user of a machine must be able to read."""
 
+ETC = Path("/etc")
 GROUPS = {"vcap": 1000, "admin": 1001, "bosh_sudoers": 1002, "bosh_sshers": 1003}
 
 
@@ -135,9 +138,9 @@ def machine(
     ``has_network`` the machine gets its own network namespace, which has only a loopback interface. Otherwise it shares
     the host's network, but cannot change the host's packet filter.
     """
-    etc = scratch / "etc"
-    shutil.copytree("/etc", etc, symlinks=True, ignore_dangling_symlinks=True)
-    _make_users(etc)
+    for name in ("etc", "users"):
+        (scratch / name).mkdir()
+    _make_users(scratch / "users")
     reading, writing = os.pipe()
     closed, aside, back = revealing(scratch, Machine.SCRATCH)
     mounts = [f"mkdir -p {point}; mount --bind {shlex.quote(str(path))} {point}" for point, path in volumes.items()]
@@ -192,20 +195,25 @@ def revealing(scratch: Path, seen: Path) -> tuple[str, str, str]:
     return shlex.join(outermost), "\n".join(aside), "\n".join(back)
 
 
-def _make_users(etc: Path) -> None:
-    """Create the users and groups of a stemcell in a copy of /etc.
+def _make_users(copy: Path) -> None:
+    """Write the files of a machine's users and groups to ``copy``. In addition to this machine's users, there are those
+    of a stemcell.
 
     Existing entries with the same ids or names are removed. All other users get a home directory that does not exist.
     """
 
     def others(file: str, column: int) -> list[list[str]]:
-        entries = [line.split(":") for line in (etc / file).read_text().splitlines()]
+        entries = [line.split(":") for line in (ETC / file).read_text().splitlines()]
         return [entry for entry in entries if entry[0] not in GROUPS and entry[column] not in map(str, GROUPS.values())]
 
     groups = others("group", 2) + [[name, "x", str(number), ""] for name, number in GROUPS.items()]
     users = [[*entry[:5], "/nonexistent", entry[6]] for entry in others("passwd", 2)]
     users.append(["vcap", "x", "1000", "1000", "", "/home/vcap", "/bin/bash"])
-    shadow = [line for line in (etc / "shadow").read_text().splitlines() if not line.startswith("vcap:")]
-    (etc / "group").write_text("".join(f"{':'.join(entry)}\n" for entry in groups))
-    (etc / "passwd").write_text("".join(f"{':'.join(entry)}\n" for entry in users))
-    (etc / "shadow").write_text("\n".join([*shadow, "vcap:*:19000:0:99999:7:::", ""]))
+    shadow = [line for line in (ETC / "shadow").read_text().splitlines() if not line.startswith("vcap:")]
+    for name, text in (
+        ("group", "".join(f"{':'.join(entry)}\n" for entry in groups)),
+        ("passwd", "".join(f"{':'.join(entry)}\n" for entry in users)),
+        ("shadow", "\n".join([*shadow, "vcap:*:19000:0:99999:7:::", ""])),
+    ):
+        shutil.copy2(ETC / name, copy / name)
+        (copy / name).write_text(text)
