@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,39 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Podman:
     return pods.podman(tmp_path_factory.mktemp("podman"))
 
 
+BUILDING = ("test_upgrades.py", "test_private_ca.py", "test_stemcell.py", "test_systemd.py", "test_unmodified.py")
+"""Files whose tests build an image or a stemcell, which takes minutes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests that take longest, so that the other workers do not have to wait for them at the end."""
+    order = {name: number for number, name in enumerate(BUILDING)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+def once(tmp_path_factory: pytest.TempPathFactory, name: str, build: Callable[[], str]) -> str:
+    """Call ``build`` in the first pytest worker that needs its result, and return the result in all workers.
+
+    ``name`` distinguishes the results of different functions.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return build()
+    built = tmp_path_factory.getbasetemp().parent / name  # a directory that all workers of this run share
+    with built.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            built.write_text(build())
+    return built.read_text()
+
+
 @pytest.fixture(scope="session")
 def base(podman: Podman, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return pods.base_image(podman, tmp_path_factory.mktemp("base"))
+    return once(tmp_path_factory, "base", lambda: pods.base_image(podman, tmp_path_factory.mktemp("base")))
 
 
 @pytest.fixture(scope="session")
-def image(podman: Podman, base: str) -> str:
-    return pods.build(podman, base)
+def image(podman: Podman, base: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return once(tmp_path_factory, "image", lambda: pods.build(podman, base))
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.image
 
 
 @pytest.fixture(scope="module")
-def renderer(podman: Podman, base: str) -> str:
+def renderer(podman: Podman, base: str, image: str) -> str:
+    """Build the renderer after the image, with which it shares most layers, instead of at the same time."""
     return pods.build(podman, base, "renderer")
 
 
