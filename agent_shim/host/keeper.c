@@ -77,7 +77,9 @@ static void fail(int to, const char *step, int error)
 /* Follow one instruction of the spec. Return a negative number and set errno if it fails. */
 static int follow(const char *key, const char *value)
 {
-    unsigned number = strtoul(value, NULL, 10);
+    char *end;
+    unsigned long number = strtoul(value, &end, 10);
+    int is_id = end > value && !*end && number < (uid_t)-1; /* With -1, setresuid would do nothing and leave root. */
     int resource;
     unsigned long long soft, hard;
     if (!strcmp(key, "cwd"))
@@ -88,9 +90,9 @@ static int follow(const char *key, const char *value)
         return setpriority(PRIO_PROCESS, 0, atoi(value));
     if (!strcmp(key, "groups"))
         return setgroups(0, NULL);
-    if (!strcmp(key, "gid"))
+    if (!strcmp(key, "gid") && is_id)
         return setresgid(number, number, number);
-    if (!strcmp(key, "uid"))
+    if (!strcmp(key, "uid") && is_id)
         return setresuid(number, number, number);
     errno = EINVAL;
     return -1;

@@ -135,7 +135,16 @@ async def test_keeper_runs_its_program_with_the_uid_and_group_that_are_requested
     assert (tmp_path / "out").read_text().split() == ids.split()
 
 
-def test_unknown_user_is_named_unless_the_agent_is_an_ordinary_user(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.root
+@pytest.mark.parametrize("number", ["4294967295", "4294967296"])
+async def test_programs_do_not_run_as_root_if_their_user_or_group_is_out_of_range(sockets: Path, number: str) -> None:
+    """The kernel takes 4294967295 (-1) as "keep the current user", and 4294967296 would be truncated to 0."""
+    for user, step in (keeper.User(uid=int(number)), "its user"), (keeper.User(gid=int(number)), "its group"):
+        with pytest.raises(HostError, match=f"cannot run /bin/true: {step}: Invalid argument"):
+            await keeper.start(sockets, "web", Program(["/bin/true"], {}, user=user))
+
+
+def test_unknown_user_is_an_error_only_for_an_agent_with_root_privileges(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent without root privileges runs all programs as its own user, so it does not look up the configured
     user.
     """
