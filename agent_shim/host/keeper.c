@@ -21,7 +21,7 @@
  * it connects and whenever the state changes. The agent skips words that it does not know.
  *
  * The command line contains neither the program nor its service, because job scripts search for both with pgrep. The keeper
- * allocates no memory, so it keeps working when no memory is left.
+ * allocates no memory (except where the kernel lacks CONFIG_PROC_CHILDREN), so it keeps working when no memory is left.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -43,7 +43,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { VERSION = 1, MAX_EXITS = 256, MAX_SLOTS = 17, MAX_REAPED = 65536, MAX_HELD = 16384, MAX_PAUSE_MS = 100 };
+enum { VERSION = 1, MAX_EXITS = 256, MAX_SLOTS = 17, MAX_REAPED = 65536, MAX_HELD = 16384, MAX_PAUSE_MS = 500 };
 
 struct ending { /* How a process ended. If at_ms is 0, it has not ended. */
     pid_t pid;
@@ -184,6 +184,8 @@ static int reap(void)
                 is_childless = is_unsent = 1;
             return 0;
         }
+        if (WIFSTOPPED(ended.status)) /* A child has made the keeper its tracer (PTRACE_TRACEME), and got a signal. */
+            continue;
         clock_gettime(CLOCK_BOOTTIME, &now);
         ended.at_ms = now.tv_sec * 1000LL + now.tv_nsec / 1000000;
         exits[reaped++ % MAX_EXITS] = ended;
@@ -205,7 +207,7 @@ static void kill_child(pid_t pid)
     siginfo_t ended = {0};
     if (waitid(P_PID, pid, &ended, WEXITED | WNOHANG | WNOWAIT | __WALL) < 0)
         return;
-    if (ended.si_pid == pid) {
+    if (ended.si_pid == pid && ended.si_code != CLD_TRAPPED) { /* As in reap, a stop is not an exit. */
         held++;
         return;
     }
@@ -349,10 +351,11 @@ int main(int argc, char **argv)
             read_report();
         /* While killing, do not reap dead children as long as any child is alive. Dead children count against process
          * limits, so even the fastest fork bomb runs out of pids. A fork bomb with only few processes is killed soon
-         * anyway, because each round of kills is then short. */
+         * anyway, because each round of kills is then short. If no child exits for a while, reap nevertheless: a child may
+         * be stuck in the kernel, or may exit only after the keeper has reaped one of its threads, whose tracer it is. */
         if (is_killing)
             kill_children();
-        if ((!living || held > MAX_HELD) && reap())
+        if ((!living || held > MAX_HELD || pause_ms == MAX_PAUSE_MS) && reap())
             pause_ms = 0;
         else if (!is_killing || is_childless)
             pause_ms = -1;

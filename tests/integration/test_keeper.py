@@ -169,7 +169,52 @@ async def test_keeper_kills_processes_that_ignore_sigterm(sockets: Path) -> None
     kept.release()
 
 
-async def test_next_agent_finds_keepers_and_exits_that_it_missed(sockets: Path) -> None:
+async def test_program_that_is_traced_by_its_keeper_counts_as_running_until_it_is_killed(sockets: Path) -> None:
+    """A program needs no privileges to make its parent its tracer. The keeper then also gets a status whenever a signal
+    stops the program.
+    """
+    script = "import ctypes, signal; print(ctypes.CDLL(None).ptrace(0, 0, 0, 0)); signal.raise_signal(signal.SIGUSR1)"
+    kept = await keeper.start(sockets, "traced", Program([sys.executable, "-c", script], {}))
+    program = kept.state.program
+    while (stat := proc.stat(program)) is not None and stat.state != "t":
+        await asyncio.sleep(0.01)
+    if stat is None:
+        pytest.skip("ptrace is not permitted")
+
+    await kept.request("state")
+    assert (await kept.request("state")).exits == {}
+    assert await kept.end(0)
+
+    assert kept.program_exit is not None
+    assert kept.program_exit.status == 128 + signal.SIGKILL
+    kept.release()
+
+
+async def test_program_with_a_thread_that_is_traced_by_its_keeper_can_be_killed(sockets: Path) -> None:
+    """The kernel reports that the program has exited only after the keeper has reaped the thread."""
+    script = (
+        "import ctypes, os, threading, time\n"
+        "trace = ctypes.CDLL(None).ptrace\n"
+        "threading.Thread(target=lambda: (trace(0, 0, 0, 0) and os._exit(1), time.sleep(1000))).start()"
+    )
+    kept = await keeper.start(sockets, "traced", Program([sys.executable, "-c", script], {}))
+
+    def is_traced() -> bool:
+        threads = Path(f"/proc/{kept.state.program}/task").iterdir()
+        return any(f"TracerPid:\t{kept.pid}\n" in (each / "status").read_text() for each in threads)
+
+    with contextlib.suppress(FileNotFoundError):
+        while not is_traced():
+            await asyncio.sleep(0.01)
+    if kept.program_exit is not None:
+        pytest.skip("ptrace is not permitted")
+
+    assert await kept.end(0)
+
+    kept.release()
+
+
+async def test_next_agent_finds_keepers_and_missed_exit_statuses(sockets: Path) -> None:
     first = await keeper.start(sockets, "a/b c", shell("sleep 1000 & exec sleep 1000"))
     program = first.state.program
     (other,) = [each for each in await until_below(first, 2) if each.pid != program]
