@@ -298,7 +298,8 @@ static void answer(void)
     send_state(kind, 1);
 }
 
-/* Accept an agent in place of the previous one. The modes of the socket and its directory determine who may connect. */
+/* Accept an agent in place of the previous one, whose requests have all been read. The modes of the socket and its
+ * directory determine who may connect. */
 static void accept_agent(void)
 {
     int caller = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
@@ -345,7 +346,7 @@ int main(int argc, char **argv)
         }
         if (ready[3].revents & ~POLLOUT)
             answer();
-        if (ready[1].revents)
+        else if (ready[1].revents)
             accept_agent();
         if (ready[2].revents)
             read_report();

@@ -370,6 +370,8 @@ class Keeper:
                 packet = self._connection.recv(_PACKET_BYTES)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                continue  # the keeper exited without reading all requests, but its last reports are still to be read
             except OSError:
                 packet = b""
             if not packet:

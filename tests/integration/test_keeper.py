@@ -454,6 +454,43 @@ async def test_keeper_without_children_exits_at_sigterm(sockets: Path) -> None:
     assert not kept.is_lost
 
 
+async def test_last_report_of_a_keeper_arrives_if_it_has_not_read_all_requests(sockets: Path) -> None:
+    """The kernel resets a connection that is closed with unread requests."""
+    kept = await keeper.start(sockets, "shutdown", shell("exec sleep 1000"))
+    os.kill(kept.pid, signal.SIGSTOP)
+    os.kill(kept.pid, signal.SIGTERM)
+    os.kill(kept.state.program, signal.SIGKILL)
+    while (stat := proc.stat(kept.state.program)) is not None and stat.is_alive:
+        await asyncio.sleep(0.01)
+    requests = [asyncio.ensure_future(kept.request("state")) for _ in range(3)]
+    await asyncio.sleep(0)
+    os.kill(kept.pid, signal.SIGCONT)
+
+    await asyncio.wait(requests)
+
+    assert (await kept.wait()).status == 128 + signal.SIGKILL
+    assert (kept.state.is_childless, kept.is_lost) == (True, False)
+
+
+async def test_all_requests_of_an_agent_are_read_before_the_next_agent_is_served(sockets: Path) -> None:
+    """Otherwise, a release may be lost, so that the keeper never exits."""
+    kept = await keeper.start(sockets, "next", shell("exit 0"))
+    pid = kept.pid
+    assert await kept.is_childless_within(60)
+    (path,) = sockets.iterdir()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        os.kill(pid, signal.SIGSTOP)
+        connection.connect(str(path))
+        asking = asyncio.ensure_future(kept.request("state"))
+        await asyncio.sleep(0)
+        kept.release()
+        os.kill(pid, signal.SIGCONT)
+        await asyncio.wait({asking})
+
+        while proc.stat(pid) is not None:
+            await asyncio.sleep(0.01)
+
+
 async def test_keeper_can_be_released_without_reading_its_answers(sockets: Path) -> None:
     """Answers that nobody reads must not keep the keeper from processing the release, or it would never exit."""
     kept = await keeper.start(sockets, "unread", shell("exit 0"))
