@@ -213,8 +213,10 @@ class Keeper:
                         await self._changed.wait()
             # If the keeper has reaped the process, the answer says how it exited. A later state may not say it, because
             # the slot is also used for other processes.
-            with contextlib.suppress(HostError):
+            try:
                 ended = _exit_in(await self.request(_watch(_ASKED_SLOT, identity)), identity)
+            except HostError:
+                ended = self.exit_of(identity)  # a keeper without children is released as soon as it has reported this
         return None if ended is None else ended.status
 
     def adopt(self, pid: int, start_ticks: int | None = None) -> Process | None:

@@ -265,6 +265,18 @@ async def test_exit_statuses_of_processes_that_exit_together_are_all_known(socke
     kept.release()
 
 
+async def test_exit_status_is_known_if_the_keeper_is_released_as_soon_as_it_has_reported_it(sockets: Path) -> None:
+    kept = await keeper.start(sockets, "released", shell("exec sleep 1000"))
+    program = proc.stat(kept.state.program)
+    assert program is not None
+    kept.on_change = lambda: kept.release() if kept.state.is_childless else None
+    status = asyncio.ensure_future(kept.status_of(program.identity))
+    await asyncio.sleep(0)
+    os.kill(program.pid, signal.SIGKILL)
+
+    assert await status == 128 + signal.SIGKILL
+
+
 @pytest.mark.parametrize(
     ("program", "text"),
     [
