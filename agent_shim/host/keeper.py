@@ -140,12 +140,12 @@ def user(name: str | None, group: str | None) -> User:
     uid = gid = None
     try:
         if name is not None:
-            uid = int(name) if name.isdigit() else pwd.getpwnam(name).pw_uid
+            uid = int(name) if name.isdecimal() else pwd.getpwnam(name).pw_uid
     except KeyError:
         raise HostError(f"there is no user {name}") from None
     try:
         if group is not None:
-            gid = int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
+            gid = int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
     except KeyError:
         raise HostError(f"there is no group {group}") from None
     return User(uid, gid)

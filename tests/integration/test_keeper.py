@@ -151,6 +151,8 @@ def test_unknown_user_is_an_error_only_for_an_agent_with_root_privileges(monkeyp
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(HostError, match="there is no user nosuch"):
         keeper.user("nosuch", None)
+    with pytest.raises(HostError, match="there is no user ²"):
+        keeper.user("²", None)
     with pytest.raises(HostError, match="there is no group nosuch"):
         keeper.user("root", "nosuch")
 
@@ -169,6 +171,7 @@ async def test_keeper_kills_processes_that_ignore_sigterm(sockets: Path) -> None
     kept.release()
 
 
+@pytest.mark.attack("a job makes its keeper its tracer (PTRACE_TRACEME), so that it cannot be stopped")
 async def test_program_that_is_traced_by_its_keeper_counts_as_running_until_it_is_killed(sockets: Path) -> None:
     """A program needs no privileges to make its parent its tracer. The keeper then also gets a status whenever a signal
     stops the program.
@@ -190,6 +193,7 @@ async def test_program_that_is_traced_by_its_keeper_counts_as_running_until_it_i
     kept.release()
 
 
+@pytest.mark.attack("a job makes its keeper its tracer (PTRACE_TRACEME), so that it cannot be stopped")
 async def test_program_with_a_thread_that_is_traced_by_its_keeper_can_be_killed(sockets: Path) -> None:
     """The kernel reports that the program has exited only after the keeper has reaped the thread."""
     script = (
