@@ -3,10 +3,11 @@
  *     keeper LISTENER SPEC
  *
  * The arguments are numbers of inherited descriptors. The keeper is a child subreaper (prctl(2)), so a descendant remains a
- * descendant until it exits, even if it changes its session, group or environment or its parents exit. The keeper reaps its
- * children, informs the connected agent when the program or a watched process has exited and when no descendants are left,
- * and kills all descendants on request. It outlives the agent: once no descendants are left, it waits for an agent to read
- * the result and send "release", or for SIGTERM.
+ * descendant until it exits, even if it changes its session, group or environment or its parents exit. (It can only move
+ * below another keeper, by forking in a PID namespace that a process there provides.) The keeper reaps its children, informs
+ * the connected agent when the program or a watched process has exited and when no descendants are left, and kills all
+ * descendants on request. It outlives the agent: once no descendants are left, it waits for an agent to read the result and
+ * send "release", or for SIGTERM.
  *
  * SPEC is a file of NUL-terminated strings "KEY=VALUE"; see run_program. LISTENER is a listening Unix socket of type
  * SOCK_SEQPACKET. Only the agent that connected last is served. It sends one request per packet:
