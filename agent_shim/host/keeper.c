@@ -304,8 +304,10 @@ static void answer(void)
 static void accept_agent(void)
 {
     int caller = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
-    if (caller < 0)
+    if (caller < 0) {
+        poll(NULL, 0, MAX_PAUSE_MS); /* No descriptor is free, so do not try again at once. */
         return;
+    }
     hang_up();
     agent = caller;
     is_unsent = 1;
@@ -316,6 +318,7 @@ int main(int argc, char **argv)
     sigset_t blocked, heard;
     sigfillset(&blocked);
     sigprocmask(SIG_SETMASK, &blocked, NULL);
+    signal(SIGCHLD, SIG_DFL); /* If it were ignored, the kernel would reap the children, and their pids could be reused. */
     sigemptyset(&heard);
     sigaddset(&heard, SIGCHLD);
     sigaddset(&heard, SIGTERM);

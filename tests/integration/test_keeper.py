@@ -459,6 +459,19 @@ async def test_keeper_with_children_ignores_signals(sockets: Path, sig: signal.S
     await end(kept)
 
 
+async def test_keeper_records_exits_although_its_parent_ignores_sigchld(sockets: Path) -> None:
+    """If the keeper ignored the signal too, the kernel would reap its children and reuse their pids."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        kept = await keeper.start(sockets, "ignored", shell("exit 3"))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+    async with asyncio.timeout(60):
+        assert (await kept.wait()).status == 3
+    await end(kept)
+
+
 async def test_keeper_without_children_exits_at_sigterm(sockets: Path) -> None:
     """A keeper gets SIGTERM when the machine shuts down, so no further agent will connect to it."""
     kept = await keeper.start(sockets, "shutdown", shell("exit 0"))
