@@ -36,8 +36,8 @@ SUITE: Final = "trixie"
 PYTHON: Final = "3.13"
 """The Python version of the guest's distribution."""
 PACKAGES: Final = (
-    "crun dmsetup e2fsprogs initramfs-tools iproute2 iptables kmod linux-image-cloud-amd64 mount nftables openssl "
-    "podman procps python3 python3-venv strace sudo systemd tini udev util-linux"
+    "aardvark-dns crun dbus dmsetup e2fsprogs initramfs-tools iproute2 iptables kmod linux-image-cloud-amd64 mount "
+    "netavark nftables openssl podman procps python3 python3-venv runc strace sudo systemd tini udev util-linux"
 )
 IMAGE: Final = Path("/image")
 """The directory in the guest at which the files of our image are mounted."""
@@ -49,7 +49,7 @@ archive that was copied in.
 """
 LINKS: Final = ("bosh-agent", "bpm", "monit")
 """Links to the command ``agent-shim``, as in the image."""
-LIMIT: Final = 1800.0
+LIMIT: Final = 3600.0
 """Maximum number of seconds from power-on to power-off."""
 IMAGE_SIZE: Final = "1G"
 OUT: Final = 1 << 30
