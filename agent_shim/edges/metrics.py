@@ -250,7 +250,7 @@ def _of_bus(bus: BusReading) -> Iterator[Metric]:
     messages = [(("in",), stats.received), (("out",), stats.sent)]
     yield _counter("bus_messages", "Messages on the bus.", messages, "direction")
     sizes = [(("in",), stats.received_bytes), (("out",), stats.sent_bytes)]
-    yield _counter("bus_bytes", "Bytes of messages on the bus.", sizes, "direction")
+    yield _counter("bus_bytes", "Message bytes on the bus.", sizes, "direction")
     yield _counter("bus_rejected", "Invalid requests dropped.", _one(stats.rejected))
     yield _counter("bus_attempts", "Connection attempts to the bus.", _one(stats.attempts))
     counts = (stats.duplicates, stats.flooded, stats.failed, stats.unanswered, stats.denied)
@@ -288,7 +288,7 @@ def _of_machine(figures: Figures) -> Iterator[Metric]:
     rows = [((scope,), known.swap_used) for scope, known in memory]
     yield _gauge("swap_used_bytes", "Swap in use.", rows, "scope")
     rows = [((scope,), known.swap_total) for scope, known in memory]
-    yield _gauge("swap_size_bytes", "Size of swap.", rows, "scope")
+    yield _gauge("swap_size_bytes", "Swap size.", rows, "scope")
     yield _counter("oom_kills", "Out-of-memory kills in this container.", _one(figures.oom_kills))
     modes = [
         ((scope, mode), seconds)
@@ -310,7 +310,7 @@ def _of_file_systems(disks: Collection[tuple[str, os.statvfs_result]]) -> Iterat
     rows = [((role,), (known.f_blocks - known.f_bfree) * known.f_frsize) for role, known in disks]
     yield _gauge("disk_used_bytes", "Bytes in use on a disk.", rows, "disk")
     rows = [((role,), known.f_files) for role, known in disks]
-    yield _gauge("disk_inodes", "Inodes of a disk; 0 if their number is not fixed.", rows, "disk")
+    yield _gauge("disk_inodes", "Number of inodes on a disk; 0 if it is not fixed.", rows, "disk")
     rows = [((role,), known.f_files - known.f_ffree) for role, known in disks]
     yield _gauge("disk_inodes_used", "Inodes in use on a disk.", rows, "disk")
 

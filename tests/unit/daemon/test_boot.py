@@ -96,7 +96,7 @@ async def test_boot_removes_leftovers_of_a_killed_agent(tmp_path: Path) -> None:
             path.mkdir(parents=True)
         steps = {step.name: step for step in boot.steps(made.agent, JobRecovery(made.agent, made.events.append))}
 
-        await steps["leftovers of interrupted work"].run()
+        await steps["leftovers from interrupted work"].run()
 
     assert [path for path in left if path.exists()] == []
 
