@@ -55,6 +55,11 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile(config.getoption("--hypothesis-profile") or "daily")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests that are marked as ``early``."""
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Switch off garbage collection while tests are collected. Afterwards, exempt the collected tests from it, because

@@ -16,7 +16,7 @@ FOLDERS = ("services", "edges", "actions", "daemon")
 TESTS = tuple(f"tests/unit/{folder}" for folder in FOLDERS)
 
 
-@pytest.mark.slow
+@pytest.mark.early
 @pytest.mark.root
 def test_unit_tests_detect_most_of_the_mutants_that_they_reach(tmp_path: Path) -> None:
     """Mutants in lines that no unit test runs are counted but not tested. Later stages of ``./dev mutate`` test
