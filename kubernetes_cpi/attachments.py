@@ -154,9 +154,7 @@ def bound(session: Session, vm: Object) -> None:
 
 
 def end(session: Session, vm: str, disk: str) -> None:
-    """Delete the attachment of a disk that is already unmounted or whose VM is gone, and wait for its container to
-    exit.
-    """
+    """Delete a disk's attachment and wait for its container to exit. Call ``unmount`` first, unless the VM is gone."""
     namespace, name = session.namespace_of(vm), names.attachment(vm, disk)
     if session.client.delete(PODS, namespace, name) is None:
         return

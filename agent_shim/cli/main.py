@@ -50,6 +50,7 @@ def replace_unencodable() -> None:
 
 
 def _replaced(exc: UnicodeError) -> tuple[str, int]:
+    """Return the replacement for characters that the encoding lacks, and where to continue (a codec error handler)."""
     from agent_shim.core import safetext  # imported late, because a probe does not need it
 
     assert isinstance(exc, UnicodeEncodeError)

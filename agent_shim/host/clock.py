@@ -42,7 +42,7 @@ def uptime_of(start_ticks: int) -> int:
 
 
 def wall_time() -> float:
-    """Return the wall clock in seconds since 1970. Use it only for comparison with file timestamps."""
+    """Return the wall clock in seconds since 1970. Use it only for timestamps and certificates."""
     return time.time()
 
 

@@ -186,7 +186,7 @@ def lines_naming(name: str, hosts: Path) -> list[str]:
 
 
 def own_lines(names: Sequence[str]) -> str:
-    """Return lines that map ``names`` to this machine, to be added to a hosts file that another program has written."""
+    """Return lines for a hosts file that map ``names`` to this machine."""
     lines = [f"127.0.0.1 {name}" for name in names]
     lines += [f"::1 {LOCALHOST} ip6-localhost ip6-loopback"] if LOCALHOST in names else []
     return "\n".join(lines)

@@ -156,6 +156,7 @@ class VolumeLeases:
         return ""
 
     def _rival(self, directory: Path, descriptor: int, *, is_local: bool) -> str:
+        """Return the agent that still holds the lease, or "" if this agent may take it (see the module's table)."""
         is_locked = _lock(descriptor)
         raw = os.pread(descriptor, _MAX_BYTES, 0)
         lease = _decoded(raw)

@@ -424,7 +424,7 @@ def _clock(view: ContainerView) -> Iterator[Finding]:
 def _certificate(view: ContainerView, mbus: Mbus) -> Finding:
     """Check the validity of the bus certificate or, for ``create-env``, of the HTTPS endpoint's certificate."""
     begins, ends = x509.validity(mbus.certificate)
-    now = clock.wall_time_of(clock.boot_ticks())
+    now = clock.wall_time()
     days = (ends - now) / DAY_S
     kind, topic = ("HTTPS", "HTTPS certificate") if mbus.scheme == "https" else ("bus", "bus certificate")
     found, limit = f"valid for {days:.0f} more days", f"{kind} certificate near its end" if days < 30 else ""

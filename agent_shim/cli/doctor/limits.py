@@ -236,7 +236,7 @@ bus not reached = wrong: the Director cannot reach this instance
 
 
 def capabilities(*names: str, follows: str, more: str = "", verdict: str = LIMITED) -> Consequence:
-    """Return the consequence for a container that lacks these capabilities."""
+    """Return the consequence for a container that lacks these capabilities. No patch adds a ``STRONG`` one."""
     options = " ".join(f"--cap-add={name}" for name in names)
     pod = f"securityContext.capabilities.add: [{', '.join(names)}]{more}"
     lxd = f'{CLOUD_PROPERTIES}: config: {{security.privileged: "true"}}, and no lxc.cap.drop in raw.lxc{more}'

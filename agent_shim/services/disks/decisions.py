@@ -367,6 +367,7 @@ def _former(view: View, new: Disk) -> Disk | None:
     """
     if new.role == "store" or not new.is_empty:
         return None
+    # Leave out ``named`` disks, because they have links in ``instance/disks`` and do not belong on the store.
     others = [
         disk
         for disk in view.disks.values()

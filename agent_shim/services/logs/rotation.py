@@ -93,7 +93,7 @@ class Rotation:
 
     def __init__(self, paths: Paths, limits: RotationLimits, spec_size: Callable[[], str]) -> None:
         self._root = paths.log
-        self._rule = paths.logrotate_rule
+        self._rule = paths.logrotate_rule  # the Go agent's rule, which is disabled while this agent rotates the logs
         self._limits = limits
         self._spec_size = spec_size
 
