@@ -212,6 +212,7 @@ def _settled(state: dict[str, Any]) -> dict[str, Any]:
         process["mem"]["percent"] = process["cpu"]["total"] = 0.0
     if "vitals" in state:
         state["vitals"]["disk"] = {"system": state["vitals"]["disk"]["system"]}
+        state["vitals"]["uptime"].setdefault("secs", 0)  # Both agents omit the seconds if they are 0.
     return state
 
 
