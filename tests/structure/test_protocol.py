@@ -1,4 +1,4 @@
-"""The protocol page describes every action as it is implemented, and every numbered fact has a test."""
+"""Checks that the protocol page describes every action as implemented, and that every numbered fact has a test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ TESTS = Path(__file__).parents[1]
 
 
 def test_protocol_page_lists_every_action_once() -> None:
-    """The page must also not describe a method that does not exist."""
     written = Counter(section.method for section in protocol.sections())
 
     assert written == Counter(ACTIONS.keys()), "docs/protocol.md needs one section `### `METHOD`` for each action"
@@ -27,10 +26,6 @@ def test_protocol_page_lists_every_action_once() -> None:
 
 @pytest.mark.parametrize("section", protocol.sections(), ids=lambda section: section.method)
 def test_protocol_page_describes_each_action_correctly(section: Section) -> None:
-    """The first line of a section must say whether the action is a task and whether it can be cancelled.
-
-    Below it, the section must list errors and deviations from the Go agent, and show an example.
-    """
     action, first = ACTIONS[section.method], section.text.strip().splitlines()[0]
 
     assert first.startswith("Task" if action.mode is Mode.TASK else "Answered immediately")
@@ -51,5 +46,4 @@ def _named() -> Counter[str]:
 
 
 def test_every_protocol_fact_has_a_test_named_after_it() -> None:
-    """No test may be named after a fact that is not in the list, either."""
     assert set(_named()) == set(FACTS)

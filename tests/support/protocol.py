@@ -78,8 +78,9 @@ def is_running(reply: dict[str, Any]) -> bool:
 
 
 def matches(told: Any, value: Any, names: dict[str, Any]) -> bool:
-    """Return True if ``value`` matches the documented value ``told``. A ``$NAME`` that occurs for the first time is
-    bound to the value in its place.
+    """Return True if ``value`` matches the documented value ``told``.
+
+    A ``$NAME`` that occurs for the first time is bound to the value in its place.
     """
     if isinstance(told, dict) and isinstance(value, dict):
         more = ANYTHING in told

@@ -1,6 +1,6 @@
-"""Numbered facts about the protocol, which tests check.
+"""Numbered facts about the protocol.
 
-The name of such a test begins with the number of its fact, for example ``test_a13_…``.
+The names of the tests that check a fact begin with its number, for example ``test_a13_…``.
 """
 
 from __future__ import annotations
