@@ -13,7 +13,7 @@ END: Final = "<!-- /figures -->"
 
 
 class Budget(NamedTuple):
-    """The limit and the aim for a figure, in the figure's unit or as multiples of its floor."""
+    """The limit and the target for a figure, in the figure's unit or as multiples of its floor."""
 
     must: float
     aim: float
@@ -21,16 +21,16 @@ class Budget(NamedTuple):
     of_floor: bool = False
 
     def verdict(self, figure: dict[str, Any]) -> str:
-        """Return "limit missed" or "aim missed" if the figure misses its limit or its aim, otherwise "".
+        """Return "limit missed" or "target missed" if the figure misses its limit or its target, otherwise "".
 
         A budget in multiples of a floor is always met if the floor was not measured.
         """
         sign = -1 if self.more_is_better else 1
         value = (figure.get("ratio", self.aim) if self.of_floor else figure["median"]) * sign
-        return "" if value <= self.aim * sign else "aim missed" if value <= self.must * sign else "limit missed"
+        return "" if value <= self.aim * sign else "target missed" if value <= self.must * sign else "limit missed"
 
     def worded(self, unit: str) -> str:
-        """Return the limit and the aim with their unit, as ``LIMIT / AIM``."""
+        """Return the limit and the target with their unit, as ``LIMIT / TARGET``."""
         if self.of_floor:
             return f"{digits(self.must)} / {digits(self.aim)} of the floor"
         return _pair(self.must, self.aim, unit, " / ")
@@ -39,7 +39,7 @@ class Budget(NamedTuple):
 BUDGETS: Final = {
     "exec_to_first_pong": Budget(0.25, 0.15),
     "exec_to_first_pong_as_root": Budget(3, 2.5, of_floor=True),
-    "pss_with_5_processes_scraped": Budget(26, 24),  # 1.2 and 1.1 times the memory of the Go agent with monit
+    "pss_with_5_processes_scraped": Budget(26, 24),  # 1.2 and 1.1 times what the Go agent and monit use
     "pss_after_apply_and_fetch_logs": Budget(36, 30),
     "ping": Budget(1.2, 1.1, of_floor=True),
     "pipelined_pings_per_second": Budget(0.7, 0.8, more_is_better=True, of_floor=True),
@@ -64,7 +64,7 @@ BUDGETS: Final = {
 
 
 TABLES: Final = {
-    "step of a deploy": {"time": r"deploy_step_(.+)", "queries of the result": r"deploy_queries_of_(.+)"},
+    "step of a deploy": {"time": r"deploy_step_(.+)", "result queries": r"deploy_queries_of_(.+)"},
     "number of processes": {
         "started": r"(\d+)_processes_started",
         "CPU time when idle": r"(\d+)_processes_idle_cpu",
@@ -81,14 +81,14 @@ Figures with a budget are also rows of the large table.
 """
 
 IN_SHORT: Final = {
-    "start until 5 running": "start five jobs until all are running",
-    "killed until its successor runs": "kill a process until its successor runs",
+    "start until 5 running": "start five jobs, until all are running",
+    "killed until its successor runs": "restart a killed process",
     "stop of 5": "stop five jobs",
-    "apply 6 packages of 20 MB": "`apply` of six packages of 20 MB",
-    "deploy of one instance as the director polls": "deploy one instance, as the Director polls",
+    "apply 6 packages of 20 MB": "`apply` with six 20 MB packages",
+    "deploy of one instance as the director polls": "deploy one instance, including polling",
     "ping": "answer a `ping`",
     "memory (PSS) with 5 processes scraped": "memory with five jobs (PSS)",
-    "idle cpu with 5 processes": "CPU time when idle with five jobs",
+    "idle cpu with 5 processes": "CPU usage when idle, with five jobs",
 }
 """Rows of the large table that are repeated in README.md, each with the description that README.md uses instead of the
 row's name.
@@ -98,7 +98,7 @@ row's name.
 NOT_ALIKE: Final = frozenset(
     {"exec_to_first_pong", "exec_to_first_pong_with_5_jobs", "from_exec_until_5_jobs_are_adopted"}
 )
-"""Figures that are not comparable with the Go agent's, because its platform ``dummy`` skips some boot steps."""
+"""Figures that are not comparable with the Go agent's, because its ``dummy`` platform skips some boot steps."""
 
 
 def merged(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -129,13 +129,13 @@ def _fill(page: Path, content: str) -> None:
 
 
 def in_short(page: str) -> str:
-    """Return the table for README.md, made from rows of the large table in ``page``. The last column of the large table
-    must be that of the Go agent.
+    """Return the table for README.md, made from rows of the large table in ``page``. The large table's last column must
+    be the Go agent's.
     """
     lines = page.partition(BEGIN)[2].partition(END)[0].splitlines()
     cells = [[cell.strip() for cell in line.removeprefix("| ").removesuffix(" |").split(" | ")] for line in lines]
     rows = {row[0]: row for row in cells if row[0] in IN_SHORT}
-    lines = ["| measured side by side | agent_shim | Go agent and monit |", "|---|---|---|"]
+    lines = ["| measurement | agent_shim | Go agent and monit |", "|---|---|---|"]
     lines += [
         f"| {words} | {rows[name][1].partition(' (')[0]} | {rows[name][-1].partition(' (')[0]} |"
         for name, words in IN_SHORT.items()
@@ -144,9 +144,9 @@ def in_short(page: str) -> str:
 
 
 def render(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
-    """Return the marked part of docs/performance.md: conditions, tables, floors, and reasons for missing figures."""
+    """Return the marked part in docs/performance.md: conditions, tables, floors, and reasons for missing figures."""
     floors = _Floors()
-    columns = ["figure", "median (range)", "floor", "must / aim"]
+    columns = ["figure", "median (range)", "floor", "limit / target"]
     columns += [f"{other['agent']} (times ours)" for other in others]
     rows = [columns, ["---"] * len(columns)]
     for name, figure in document["figures"].items():
@@ -157,11 +157,11 @@ def render(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
     for name, figure in document["figures"].items():
         if steps := figure.get("steps_ms"):
             shown = ", ".join(f"{step} {worded(took / 1000, 's')}" for step, took in steps.items())
-            lines += [f"Steps of a millisecond or more of *{_title(name)}*: {shown}.", ""]
+            lines += [f"Steps of *{_title(name)}* that took a millisecond or more: {shown}.", ""]
     for one in (document, *others):
         for part, why in one["missing"].items():
             error = why.replace("|", "/").replace("`", "'")
-            lines += [f"Some figures of {one['agent']} are missing because part `{part}` failed: `{error}`", ""]
+            lines += [f"Some figures for {one['agent']} are missing because the `{part}` part failed: `{error}`", ""]
     return "\n".join(lines)
 
 
@@ -175,7 +175,7 @@ def _is_in_small_table(name: str) -> bool:
 
 
 def _small_tables(document: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
-    """Return the tables of ``TABLES``, with a row for each kind of figure and agent."""
+    """Return the tables in ``TABLES``, with a row for each kind of figure and agent."""
     lines = []
     for first, kinds in TABLES.items():
         rows: dict[str, dict[str, str]] = {}
@@ -201,7 +201,7 @@ def _small_tables(document: dict[str, Any], others: list[dict[str, Any]]) -> lis
 
 
 class _Floors:
-    """Assigns numbers to the descriptions of floors. Equal descriptions get the same number."""
+    """Assigns numbers to floor descriptions. Equal descriptions get the same number."""
 
     def __init__(self) -> None:
         self._known: list[str] = []
@@ -219,13 +219,13 @@ def _measured(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
     machine = document["machine"]
     on = f"{machine['cores']} cores (Linux {machine['kernel']}, Python {machine['python']})"
     is_whole = document.get("runs", 1) == 1
-    each = "each agent in one run of `./dev bench`" if is_whole else "each part in a run of its own"
+    each = "each agent in one run of `./dev bench`" if is_whole else "each part in its own run"
     said = [f"Measured on {document['date']} on a machine with {on}, {each}: {_run(document)}"]
     for other in others:
         is_same = all(machine[fact] == other["machine"][fact] for fact in ("cores", "kernel"))
-        day = "" if other["date"] == document["date"] else f"on {other['date']} "
-        said.append(f"on {'the same' if is_same else 'another'} machine {day}{_run(other)}")
-    return "; ".join(said) + ". Times are UTC, the load is the average of the minute before."
+        day = "" if other["date"] == document["date"] else f" on {other['date']}"
+        said.append(f"on {'the same' if is_same else 'another'} machine{day}, {_run(other)}")
+    return "; ".join(said) + ". Times are in UTC. The load is the average over the minute before the run."
 
 
 def _run(document: dict[str, Any]) -> str:
@@ -280,6 +280,6 @@ def worded(value: float, unit: str) -> str:
 
 
 def digits(value: float, count: int = 3) -> str:
-    """Return a value rounded to this many digits, with blanks between thousands."""
+    """Return a value rounded to this many digits, with spaces between thousands."""
     rounded = float(f"{value:.{count}g}")
     return f"{rounded:,.0f}".replace(",", " ") if abs(rounded) >= 100 else f"{rounded:g}"
