@@ -1,4 +1,4 @@
-"""The comparison of this agent with the Go agent and monit on released jobs.
+"""Tests the comparison of this agent with the Go agent and monit on released jobs.
 
 The comparison derives a plan from a job's files, and a verdict from the recorded runs under both agents.
 """
@@ -64,7 +64,7 @@ def test_comparison_reads_ports_pidfiles_and_rates_from_the_monit_file(tmp_path:
     assert made.cycles == 4
 
 
-def test_comparison_lowers_ulimits_of_scripts_to_the_hard_limit(tmp_path: Path) -> None:
+def test_comparison_lowers_ulimits_in_scripts_to_the_hard_limit(tmp_path: Path) -> None:
     assert "999999999" not in planned(tmp_path, job()).job.files["bin/ctl"]
 
 
@@ -80,9 +80,8 @@ def test_comparison_creates_missing_files_and_programs_before_the_next_run(tmp_p
 
 
 def test_comparison_does_not_mistake_a_directory_for_a_missing_program(tmp_path: Path) -> None:
-    """When the ``.`` command of a shell cannot find a file, the ``.`` in the error message must not count as the name
-    of a missing program, which would get a stand-in. Such messages appear for the job system-metrics-server in
-    bosh-system-metrics-server-release.
+    """If a shell's ``.`` command cannot find a file, the error message contains ``.``, but ``.`` is not a missing
+    program. The system-metrics-server job in bosh-system-metrics-server-release prints such messages.
     """
     made = planned(tmp_path, job())
     plan.learn(made, "ctl: 3: .: render: not found\nctl: 4: ..: not found\nctl: 5: .: not found\n", [])
@@ -115,7 +114,6 @@ def test_comparison_drops_dependencies_on_other_jobs(tmp_path: Path) -> None:
 
 
 def test_comparison_drops_the_poll_interval_that_a_job_sets(tmp_path: Path) -> None:
-    """For example, a job in artifactory-bosh-release sets a poll interval."""
     made = planned(tmp_path, job(monit=f"set daemon 60\n{MONIT}"))
 
     assert made.job.files["monit"].split() == MONIT.split()
@@ -146,9 +144,6 @@ def test_comparison_reports_identical_runs_as_equal(tmp_path: Path) -> None:
 
 
 def test_comparison_ignores_how_early_a_removed_process_disappears_during_apply(tmp_path: Path) -> None:
-    """An agent may report the state shortly before or shortly after the removed process is gone. This does not count as
-    a difference.
-    """
     without = {"state": {"job_state": "stopped"}}
     early, late = phase("apply", values=without), phase("apply", values=without, states={})
     listed = {"state": {"processes[web].name": "web"}}
@@ -157,12 +152,11 @@ def test_comparison_ignores_how_early_a_removed_process_disappears_during_apply(
     assert judged(tmp_path / "other", phase("apply", values=listed), late).kind == "difference"
 
 
-def test_missing_monit_alert_for_a_dependant_with_an_empty_pidfile_is_a_known_deviation(
+def test_missing_monit_alert_for_a_dependent_with_an_empty_pidfile_is_a_known_deviation(
     tmp_path: Path,
 ) -> None:
-    """monit may restart the dependant together with its prerequisite before it has reported the empty pidfile.
-
-    For example, this happens with cf-redis-broker in shared-redis-release.
+    """monit may restart the dependent together with its prerequisite before it has reported the empty pidfile. For
+    example, this happens with cf-redis-broker in shared-redis-release.
     """
     alert = "web - Does not exist - restart"
     monit = MONIT.replace("  if failed host 127", "  depends on web-health\n  if failed host 127")
@@ -190,7 +184,7 @@ def test_comparison_accepts_a_process_that_reports_its_start_in_the_next_phase(
 def test_comparison_accepts_a_delayed_start_in_any_phase_if_the_process_is_the_same(
     tmp_path: Path, is_same: bool, kind: str
 ) -> None:
-    """For example, the start program of emitter in metrics-demo waits 15 seconds before it runs the process."""
+    """For example, emitter's start program in metrics-demo waits 15 seconds before it runs the process."""
     lives = [1.0, "lives", "server"]
     worlds = [
         {
@@ -208,9 +202,8 @@ def test_comparison_accepts_a_delayed_start_in_any_phase_if_the_process_is_the_s
 
 
 def test_comparison_reports_a_missing_alert_after_a_slow_start(tmp_path: Path) -> None:
-    """monit may run a slow start program a second time, so an additional process is a known deviation.
-
-    An alert that only monit sends is an unexpected difference.
+    """monit may run a slow start program a second time, so an additional process is a known deviation. An alert that
+    only monit sends is an unexpected difference.
     """
     alert = ["web - Execution failed - alert"]
     lives = [1.0, "lives", "server"]
@@ -223,7 +216,6 @@ def test_comparison_reports_a_missing_alert_after_a_slow_start(tmp_path: Path) -
 def test_service_still_failing_under_monit_after_a_slow_start_is_a_known_deviation(
     tmp_path: Path,
 ) -> None:
-    """This happens with nginx in artifactory-bosh-release. Without an alert, the failure counts as a difference."""
     failed = {"job_states": ["failing"], "states": {"web": ["failing"]}}
     alert, up = {"alerts": ["web - Execution failed - alert"]}, {"states": {"web": ["running"]}}
 
@@ -232,9 +224,8 @@ def test_service_still_failing_under_monit_after_a_slow_start_is_a_known_deviati
 
 
 def test_comparison_allows_a_slow_stop_program_to_kill_the_next_process_under_monit(tmp_path: Path) -> None:
-    """For example, this happens with proxy in docker-registry-boshrelease.
-
-    If both stops took equally long, the signal counts as a difference.
+    """For example, proxy in docker-registry-boshrelease gets an additional SIGTERM under monit. The signal counts as a
+    difference if both stops took equally long.
     """
     lives = [1.0, "lives", "server"]
     killed = {"alerts": ["web - Does not exist - restart"], "events": [lives, [2.0, "SIGTERM", "server"], lives]}
@@ -250,7 +241,7 @@ def test_comparison_allows_a_slow_stop_program_to_kill_the_next_process_under_mo
     assert verdict(1.5) == "difference"
 
 
-def test_comparison_difference_includes_the_line_of_the_monit_file(tmp_path: Path) -> None:
+def test_comparison_difference_includes_the_monit_file_line(tmp_path: Path) -> None:
     failing = phase("port closed", job_states=["running", "failing"], states={"web": ["running", "failing"]})
     verdict = judged(tmp_path, failing, phase("port closed"))
 
@@ -286,9 +277,8 @@ def test_comparison_allows_bpm_to_leave_the_pidfile_of_a_dead_process_on_stop(tm
 
 
 def test_comparison_allows_monit_to_leave_a_process_running_on_restart(tmp_path: Path) -> None:
-    """The stop program in rabbitmq-server-boshrelease removes its pidfile, so monit leaves the process running.
-
-    Under this agent, the stop times out, which causes an alert.
+    """The stop program in rabbitmq-server-boshrelease removes its pidfile, so monit leaves the process running. Under
+    this agent, the stop times out, which causes an alert.
     """
     begun, ended = [2.0, "lives", "server"], [0.5, "SIGTERM", "server"]
     alert = ["web - Execution failed - alert"]
@@ -317,7 +307,7 @@ CONTEXT = {
         ({"directory": "/tmp"}, "ctl start script: directory"),
     ],
 )
-def test_comparison_reports_differences_in_the_environment_and_limits_of_programs(
+def test_comparison_reports_differences_in_programs_environment_and_limits(
     tmp_path: Path, changed: dict[str, Any], what: str
 ) -> None:
     go = phase("start", contexts={"ctl start script": [CONTEXT]})
@@ -377,7 +367,6 @@ def test_comparison_tolerates_small_differences_in_vitals_but_not_in_other_value
 
 
 def test_comparison_ignores_the_memory_of_a_process_that_has_just_started(tmp_path: Path) -> None:
-    """minecraft in minecraft-boshrelease is an example if the machine is overloaded."""
     new, loaded = ({"state": {"processes[web].mem.kb": size}} for size in (4128, 17448))
 
     assert judged(tmp_path, phase("update: start", values=new), phase("update: start", values=loaded)).kind == "equal"
@@ -398,7 +387,8 @@ def test_comparison_ignores_an_unanswered_request_on_a_busy_machine(tmp_path: Pa
     lives = [{"error": "", "waited": 40.0, "phases": [phase("start"), one]} for one in (phase("errand"), late)]
 
     assert judge.judge(planned(tmp_path, job()), *lives).kind == "busy"
-    for waits in ((0.5, 0.5), (40.0, 0.5)):  # only the second agent did not answer
+    # Only the second agent failed to answer. Its run hardly had to wait for a CPU, so the machine was not too busy.
+    for waits in ((0.5, 0.5), (40.0, 0.5)):
         quiet = [life | {"waited": wait} for life, wait in zip(lives, waits, strict=True)]
         assert judge.judge(planned(tmp_path, job()), *quiet).kind == "difference"
 
@@ -409,7 +399,6 @@ def test_comparison_ignores_an_unanswered_request_on_a_busy_machine(tmp_path: Pa
 def test_comparison_looks_for_missing_files_if_one_service_has_no_process(
     services: dict[str, bool], is_lacking: bool
 ) -> None:
-    """For example, the script of ossec_client in cg-ossec-boshrelease names its four programs only in a variable."""
     lives = [{"phases": [phase("rest", services=seen)]} for seen in ({"web": True}, services)]
 
     assert judge.lacks_a_process(lives) == is_lacking
@@ -448,9 +437,8 @@ def test_each_defect_injected_into_the_comparison_applies_and_compiles(tmp_path:
 
 
 def test_comparison_accepts_any_final_state_of_a_restart_loop(tmp_path: Path) -> None:
-    """For example, redis in rackapp-boshrelease is in a restart loop.
-
-    A process that is down without an alert from the rule counts as a difference.
+    """For example, a rule keeps restarting redis in rackapp-boshrelease. If a process is down but the rule has caused
+    no alert, this counts as a difference.
     """
     restarted = {"alerts": ["web - Connection failed - restart"]}
     dead, alive = phase("port closed", services={"web": False}), phase("port closed", **restarted)
@@ -460,7 +448,6 @@ def test_comparison_accepts_any_final_state_of_a_restart_loop(tmp_path: Path) ->
 
 
 def test_comparison_allows_a_memory_rule_to_restart_a_service_more_often(tmp_path: Path) -> None:
-    """This happens with nats in nats-release. A rule that triggers under only one agent counts as a difference."""
     alert, lives = "web - Resource limit matched - restart", [1.0, "lives", "server"]
     go = phase("usage", alerts=[alert], events=[lives], job_states=["failing"])
     shim = phase("usage", alerts=[alert] * 3, events=[lives] * 3, job_states=["failing", "starting"])
@@ -471,7 +458,6 @@ def test_comparison_allows_a_memory_rule_to_restart_a_service_more_often(tmp_pat
 
 
 def test_comparison_accepts_a_tool_that_runs_one_phase_later(tmp_path: Path) -> None:
-    """For example, the post-start of grafana in prometheus-boshrelease polls for minutes."""
     tool, plan = [[8.0, "tool", "cli"]], planned(tmp_path, job())
 
     def verdict(shim: list[dict[str, Any]]) -> judge.Verdict:
@@ -483,9 +469,8 @@ def test_comparison_accepts_a_tool_that_runs_one_phase_later(tmp_path: Path) -> 
 
 
 def test_comparison_accepts_a_stop_program_that_continues_until_the_next_start(tmp_path: Path) -> None:
-    """The stop program of loggr-system-metrics-agent in system-metrics-release is an example.
-
-    It runs killall four more times after the process has ended, and monit does not wait for that.
+    """The stop program for loggr-system-metrics-agent in system-metrics-release runs killall four more times after the
+    process has ended, and monit does not wait for that.
     """
     tool, plan = [[1.0, "tool", "killall"]], planned(tmp_path, job())
     names = ("update: stop", "update: post-stop", "update: apply")
@@ -499,8 +484,8 @@ def test_comparison_accepts_a_stop_program_that_continues_until_the_next_start(t
 
 
 async def test_comparison_records_a_drain_until_no_service_is_monitored() -> None:
-    """In jobs with many services, such as ossec-agent in ossec-boshrelease, the Go agent answers a drain before monit
-    has handled all requests.
+    """For a job with many services, such as ossec-agent in ossec-boshrelease, the Go agent reports the end of a drain
+    before monit has unmonitored every service.
     """
     states = ["running", "running", "unknown", "unknown"]
 
@@ -531,7 +516,7 @@ def test_comparison_gives_no_verdict_if_a_job_keeps_failing_under_both_agents(tm
 
 def test_comparison_gives_no_verdict_if_no_process_runs_under_either_agent(tmp_path: Path) -> None:
     """The job state alone is not enough. For example, ossec_client in cg-ossec-boshrelease counts as running because it
-    has no service in group vcap.
+    has no service in the vcap group.
     """
     dead = phase("rest", services={"web": False})
 
@@ -540,7 +525,6 @@ def test_comparison_gives_no_verdict_if_no_process_runs_under_either_agent(tmp_p
 
 
 def test_comparison_allows_monit_to_refuse_a_request_during_a_stop(tmp_path: Path) -> None:
-    """For example, monit refuses such a request in mongodb-service-release, for the job mongodb."""
     words = "1\nmonit: action failed -- {}"
     refused = phase("unmonitor", value=words.format("Other action already in progress -- please try again later"))
 
@@ -560,7 +544,7 @@ def test_comparison_allows_monit_to_refuse_a_request_during_a_stop(tmp_path: Pat
 def test_comparison_allows_monit_to_start_services_outside_the_vcap_group_later(
     tmp_path: Path, states: dict[str, list[str]], rest: dict[str, bool], kind: str
 ) -> None:
-    """The Director waits only for services in group vcap. ossec_client in cg-ossec-boshrelease has services outside
+    """The Director waits only for services in the vcap group. ossec_client in cg-ossec-boshrelease has services outside
     this group.
     """
     lives = [
@@ -593,11 +577,11 @@ def test_comparison_ignores_numbers_in_monit_output(tmp_path: Path) -> None:
     }
 
 
-def test_comparison_counts_the_jobs_of_each_release(tmp_path: Path) -> None:
+def test_comparison_counts_each_releases_jobs(tmp_path: Path) -> None:
     assert "web-release 1." in judge.counts([judged(tmp_path, phase("rest"), phase("rest"))])
 
 
-def test_comparison_reports_a_job_that_runs_under_one_agent_only(tmp_path: Path) -> None:
+def test_comparison_reports_a_job_that_runs_under_only_one_agent(tmp_path: Path) -> None:
     dead = {"error": "", "phases": [phase("start", running_after=-1.0, job_states=["failing"])]}
     verdict = judge.judge(planned(tmp_path, job()), {"error": "", "phases": [phase("start")]}, dead)
 

@@ -1,4 +1,4 @@
-"""The files in deploy/cpi: operations files, configs and cloud properties, as the Director and the CPI parse them."""
+"""Tests that the Director and the CPI can use the operations files, configs and cloud properties in deploy/cpi."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ OPERATIONS = ("cpi.yml", "cpi-secondary.yml", "cloud-config-cpi.yml")
 
 
 def read(name: str) -> Any:
-    """Return the parsed file. Each variable is replaced by its name, with hyphens instead of underscores."""
+    """Return the parsed file, in which each variable is replaced by its name, with hyphens instead of underscores."""
     return yaml.safe_load(re.sub(r"\(\((\w+)\)\)", lambda found: found[1].replace("_", "-"), (BOSH / name).read_text()))
 
 
 def values(name: str, ending: str) -> Iterator[Any]:
-    """Return the values of the operations whose path ends with ``ending``."""
+    """Yield the values of the operations whose path ends with ``ending``."""
     return (one["value"] for one in read(name) if one["path"].rstrip("?").endswith(ending))
 
 
@@ -148,7 +148,7 @@ def test_documented_property_tables_match_the_types() -> None:
     assert found == reference.tables()
 
 
-def test_each_az_names_an_entry_of_the_cpi_config() -> None:
+def test_each_az_refers_to_an_entry_in_the_cpi_config() -> None:
     entries = [f"/azs/name={az['name']}/cpi?" for az in read("cloud-config.yml")["azs"]]
 
     assert [one["path"] for one in read("cloud-config-cpi.yml")] == entries
@@ -158,7 +158,7 @@ def test_each_az_names_an_entry_of_the_cpi_config() -> None:
 
 
 def test_manifests_have_no_liveness_probe_that_kills_a_slow_agent() -> None:
-    """If an agent has to wait for CPU time, a liveness probe would restart its container and thus all of its jobs."""
+    """A liveness probe would restart the container, and thus all jobs, whenever the agent has to wait for CPU time."""
     texts = {path: path.read_text() for path in (ROOT / "deploy").rglob("*.yaml")}
 
     assert any("readinessProbe:" in text for text in texts.values())

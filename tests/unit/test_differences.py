@@ -1,4 +1,4 @@
-"""A failed comparison of structs names the field that differs."""
+"""Tests that a failed comparison of structs names the field that differs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def test_differences_compares_different_classes_as_a_whole() -> None:
 
 @pytest.mark.parametrize("wrap", [lambda one: one, lambda one: [one], lambda one: {"web": one}])
 def test_failed_assertion_shows_the_field_that_differs(wrap: object) -> None:
-    """pytest calls the hook in conftest.py for every failed comparison."""
     assert callable(wrap)
     with pytest.raises(AssertionError, match=r"limits\.memory: 1 != 2"):
         assert wrap(Process("web", Limits(1))) == wrap(Process("web", Limits(2)))

@@ -1,4 +1,4 @@
-"""Tests of the build hook: build versions, the wheel's README, and how the keeper is compiled."""
+"""Tests the build hook: build versions, the wheel's README, and how the keeper is compiled."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_wheel_readme_has_absolute_links_to_existing_files(monkeypatch: pytest.M
     assert any("raw.githubusercontent.com" in link for link in ours if link.endswith(".svg"))
 
 
-def test_wheel_build_needs_a_pypi_compiler_only_without_a_system_one(
+def test_wheel_build_needs_a_pypi_compiler_only_without_a_system_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = tmp_path / "cc"

@@ -1,4 +1,4 @@
-"""Compilation of modules for the image, without docstrings and function annotations."""
+"""Tests that modules are compiled for the image without docstrings or function annotations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants: small changes that alter a module's behaviour but leave it valid Python."""
+"""Tests mutants, which are small changes that alter a module's behaviour but leave it valid Python."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_mutated_module_is_valid_python(path: str) -> None:
     found = list(mutants(path, text))
 
     assert len(found) > 50
-    for one in found[::10]:  # a sample, because each is parsed as a whole module; ./dev mutate parses all of them
+    for one in found[::10]:  # Try only a sample, because each mutant is parsed as a whole module.
         changed = one.applied(text)
         assert changed != text
         ast.parse(changed)
@@ -69,9 +69,6 @@ def test_mutation_of_a_line_executed_at_import_is_marked() -> None:
 
 
 def test_mutation_table_counts_by_module_and_stage() -> None:
-    """Each stage tries only the mutants that no earlier stage has noticed. A mutant without a result counts as not
-    tried.
-    """
     unit, integration, _ = mutate.STAGES
     ones = list(mutants("x.py", MODULE))[:5]
     outcomes = ["noticed", "survived", "unreached", "not tried"]
@@ -105,7 +102,6 @@ def test_mutation_stage_runs_only_surviving_mutants_not_yet_tried(monkeypatch: p
 
 
 def test_mutant_with_only_slow_tests_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutant that only slow tests reach counts neither as survived nor as unreached."""
     unit = mutate.STAGES[0]
     ones = [one for one in mutants("x.py", MODULE) if one.line in {13, 15}]
     monkeypatch.setattr(mutate, "reaching", lambda _: {"x.py": {13: ["t"], 15: []}})

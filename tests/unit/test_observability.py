@@ -45,7 +45,7 @@ def expressions() -> Iterator[str]:
 @pytest.mark.parametrize("expression", sorted(set(expressions())))
 def test_rules_and_dashboard_use_existing_metrics_and_labels(expression: str) -> None:
     known = families()
-    # Remove the names of recorded rules, which contain colons and are not metrics of the agent.
+    # Remove the names of recorded rules, which contain colons and are not the agent's metrics.
     plain = re.sub(r"\w+:\w+:\w+", "", expression)
 
     for selector in _NAME.findall(plain):
@@ -94,9 +94,6 @@ def test_dashboard_panels_have_titles_and_do_not_overlap() -> None:
 
 
 def test_dashboard_can_be_limited_to_a_deployment() -> None:
-    """The list of instances depends on the chosen deployment and group, and every panel shows only the chosen
-    instances.
-    """
     board = json.loads((DEPLOY / "grafana/agent-shim.json").read_text())
     variables = {one["name"]: one for one in board["templating"]["list"]}
     expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
@@ -109,7 +106,7 @@ def test_dashboard_can_be_limited_to_a_deployment() -> None:
 
 
 @pytest.mark.parametrize("name", ["podmonitor", "servicemonitor"])
-def test_pod_monitors_select_only_ports_of_this_agent(name: str) -> None:
+def test_pod_monitors_select_only_this_agents_ports(name: str) -> None:
     """Selectors need labels that the manifests or the CPI set, because any pod may have a port named ``agent``."""
     pod = yaml.safe_load((DEPLOY / "kubernetes/base/statefulset.yaml").read_text())["spec"]["template"]
     service = yaml.safe_load((DEPLOY / "kubernetes/base/service.yaml").read_text())

@@ -1,4 +1,4 @@
-"""Release notes, checksums and sizes of a release."""
+"""Tests a release's notes, checksums and sizes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,6 @@ CHANGELOG = "# Changelog\n\nAll.\n\n## Unreleased\n\n- new\n\n## 0.2.0\n\nFirst.
 
 
 def test_release_with_unreleased_changes_is_rejected() -> None:
-    """A release without its own changelog section is rejected as well.
-
-    The notes of a development build say that it is not a release.
-    """
     assert texts.notes(CHANGELOG, "0.3.0-dev.g1") == "# agent_shim 0.3.0-dev.g1, not a release\n\n- new\n"
     with pytest.raises(ValueError, match=r"no section 0.3.0; write one"):
         texts.notes(CHANGELOG, "0.3.0")
@@ -26,8 +22,7 @@ def test_release_with_unreleased_changes_is_rejected() -> None:
         texts.notes(CHANGELOG, "0.2.0")
 
 
-def test_release_notes_are_the_changelog_section_of_the_release() -> None:
-    """Subsections are part of the section."""
+def test_release_notes_are_the_releases_changelog_section() -> None:
     text = CHANGELOG.replace("## Unreleased\n\n- new\n\n", "")
 
     assert texts.notes(text, "0.2.0") == "# agent_shim 0.2.0\n\nFirst.\n\n### Agent\n\n- a\n"
@@ -38,7 +33,7 @@ def test_version_without_release_notes_is_rejected() -> None:
         texts.notes("# Changelog\n\n## 0.2.0\n\n- a\n", "9.9.9")
 
 
-def test_changelog_of_this_project_has_release_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_projects_changelog_has_release_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENT_SHIM_REVISION", "0" * 40)
     assert "\n- " in texts.notes((ROOT / "CHANGELOG.md").read_text(), semantic_version())
 

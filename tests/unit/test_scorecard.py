@@ -1,4 +1,4 @@
-"""How scorecard rows are updated, and how the results of chaos cases and saboteurs get into them."""
+"""Tests how scorecard rows are updated, and how the results of chaos cases and saboteurs get into them."""
 
 from __future__ import annotations
 
@@ -35,17 +35,13 @@ def row(played: str, verdict: str = "held") -> Row:
         (f"{SCALED}; in full on 2026-11-01", f"{LATER}; {FULL}", f"{LATER}; {FULL}", f"{LATER}; {FULL}"),
     ],
 )
-def test_scorecard_keeps_the_date_of_the_last_full_run_of_a_case(
-    before: str, now: str, played: str, figures: str
-) -> None:
-    """The figures are those of the last reduced run, if there is one, because anyone can repeat such a run."""
+def test_scorecard_keeps_the_date_of_a_cases_last_full_run(before: str, now: str, played: str, figures: str) -> None:
     one = row(now).beside(row(before))
 
     assert (one.played, one.figures) == (played, f"figures of {figures}")
 
 
-def test_scorecard_removes_the_date_of_a_failed_case(tmp_path: Path) -> None:
-    """When the case passes again, it gets a new date. Rows read from the document equal those that were written."""
+def test_scorecard_removes_a_failed_cases_date(tmp_path: Path) -> None:
     document = tmp_path / "rows.md"
     for one in (row(f"{SCALED}; {FULL}"), row(LATER, "not held"), row(SCALED)):
         write(document, [one])
@@ -53,10 +49,8 @@ def test_scorecard_removes_the_date_of_a_failed_case(tmp_path: Path) -> None:
 
 
 def test_scorecard_shows_the_last_outcome_of_each_case(tmp_path: Path) -> None:
-    """A cell lists the numbers of the cases of a group, with consecutive numbers as a range.
-
-    Cases that caught the saboteur are plain, cases that passed nevertheless are bold, and cases that did not run the
-    saboteur's code are in parentheses.
+    """A cell lists a group's cases, with consecutive numbers as a range. Cases that caught the saboteur are plain,
+    cases that passed nevertheless are bold, and cases that did not run the saboteur's code are in parentheses.
     """
     document = tmp_path / "rows.md"
     document.write_text("| G-01 | is deaf | | | | | | |\n| G-02 | is mute | | | | | | |\n")
@@ -77,12 +71,9 @@ def test_scorecard_shows_the_last_outcome_of_each_case(tmp_path: Path) -> None:
     assert document.read_text() == f"{first}\n| G-02 | is mute | | | | | | |\n"
 
 
-def test_general_saboteur_whose_mark_is_missing_from_the_joint_run_is_run_alone(
+def test_general_saboteur_not_recognized_in_the_joint_run_is_run_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Saboteurs whose code did not run in the joint run are run again together. A saboteur whose mark was found is not
-    run again.
-    """
     breaks = {"G-01": "I1: deaf", "G-02": "I2: mute", "G-03": "an error", "G-04": ""}
     runs = [*breaks]
     chosen = [
@@ -106,7 +97,7 @@ def test_general_saboteur_whose_mark_is_missing_from_the_joint_run_is_run_alone(
 
 
 @pytest.mark.parametrize("row", [None, Row("C-01", "", "not run", "no machine")])
-def test_saboteur_of_a_case_that_did_not_run_is_not_reported(monkeypatch: pytest.MonkeyPatch, row: Row | None) -> None:
+def test_saboteur_counts_as_missed_if_its_case_does_not_run(monkeypatch: pytest.MonkeyPatch, row: Row | None) -> None:
     saboteur = Saboteur("G-01", "", "", "", "", "I1", "C-01")
     monkeypatch.setattr(sabotage, "play", lambda *_: (row, [saboteur], ""))
     told = list[str]()

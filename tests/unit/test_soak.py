@@ -1,4 +1,4 @@
-"""Verdicts on recorded soak tests."""
+"""Tests the verdicts on recorded soak tests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_soak_ignores_growth_in_the_first_quarter() -> None:
     assert found.faults() == []
 
 
-def test_soak_reports_late_heartbeats_unless_bus_or_machine_explain_them() -> None:
+def test_soak_reports_late_heartbeats_unless_the_bus_or_the_machine_caused_them() -> None:
     late = record()
     late.beats[50] += 2.5
     outage, starved = record(), record()

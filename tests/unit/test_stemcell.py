@@ -1,4 +1,4 @@
-"""Stemcell manifests, and the architecture in their names and versions."""
+"""Tests stemcell manifests, and the architecture in their names and versions."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ def test_light_stemcell_names_its_architecture(
     version: str,
     word: str,
 ) -> None:
-    """As RFC 0062 proposes, the architecture is part of the name but not of the operating system.
-
-    It is also part of the version, because a Director compiles packages per operating system and version.
+    """The architecture is part of the name and of the version, because a Director compiles packages per operating
+    system and version.
     """
     argv = ["stemcell", "--light", "--image", IMAGE, "--version", "1.2", "--out", str(tmp_path), *options]
     monkeypatch.setattr(sys, "argv", argv)
@@ -48,7 +47,7 @@ def test_light_stemcell_names_its_architecture(
     assert manifest["architecture"] == manifest["cloud_properties"]["architecture"] == word
 
 
-def test_stemcell_version_names_an_architecture_other_than_amd64_once() -> None:
+def test_stemcell_version_contains_an_architecture_other_than_amd64_once() -> None:
     assert stemcell.version_for("arm64", "1.2+shim.0.3.0") == "1.2+shim.0.3.0.arm64"
     assert stemcell.version_for("arm64", "1.2+arm64") == "1.2+arm64"
     assert stemcell.version_for("amd64", "1.2") == "1.2"

@@ -1,4 +1,4 @@
-"""The queue of long actions, and the journal of tasks that survive a restart of the agent."""
+"""Tests the queue of long actions and the journal that lets tasks survive an agent restart."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_tasks_run_one_at_a_time_in_arrival_order(tasks: Tasks) -> None:
     assert seen == ["+a", "-a", "+b", "-b", "+c", "-c"]
 
 
-async def test_held_poll_returns_as_soon_as_the_task_ends(tmp_path: Path) -> None:
+async def test_waiting_poll_returns_as_soon_as_the_task_finishes(tmp_path: Path) -> None:
     lane = Tasks(tmp_path / "tasks.json", hold=3600)
     running = asyncio.ensure_future(lane.run(failure))
     release = asyncio.Event()
@@ -91,9 +91,7 @@ async def test_poll_returns_running_after_its_timeout_or_when_polls_are_released
 
 
 async def test_excess_task_polls_are_answered_immediately(tmp_path: Path) -> None:
-    """Only a limited number of polls is held. Thousands of held polls would use 70 MB and leave no room for other
-    requests.
-    """
+    """Thousands of held polls would use too much memory, so only a limited number is held."""
     lane = Tasks(tmp_path / "tasks.json", hold=3600)
     task = lane.submit("m", asyncio.Event().wait)
     polls = [asyncio.ensure_future(lane.poll(task.id)) for _ in range(MAX_HELD + 20)]
@@ -112,8 +110,8 @@ async def test_excess_task_polls_are_answered_immediately(tmp_path: Path) -> Non
         await again
 
 
-async def test_task_arguments_are_released_when_the_task_ends(tasks: Tasks) -> None:
-    """A finished task must not keep its arguments in memory, because they may contain secrets or take up a megabyte."""
+async def test_task_arguments_are_released_when_the_task_finishes(tasks: Tasks) -> None:
+    """The arguments may contain secrets or take up a megabyte."""
 
     class Arguments:
         async def work(self) -> str:
@@ -210,10 +208,7 @@ async def test_persistent_task_resumes_under_its_id_after_a_restart(tmp_path: Pa
 
 @pytest.mark.attack("a request contains certificates or keys that the agent cannot use")
 async def test_task_that_repeatedly_kills_its_agent_fails(tmp_path: Path) -> None:
-    """A task fails once two agents have exited while running it: the one that accepted it, and one that resumed it.
-
-    A task that was only waiting when the agents exited is run as usual.
-    """
+    """A task fails once two agents have exited while running it: the one that accepted it and its successor."""
     journal = tmp_path / "tasks.json"
     begun: list[bytes] = []
 
@@ -246,10 +241,7 @@ async def test_task_that_repeatedly_kills_its_agent_fails(tmp_path: Path) -> Non
 
 
 async def test_task_journal_writes_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow write of the journal must not overwrite a later one.
-
-    Otherwise a task id that the Director has already received could be missing from the file.
-    """
+    """If a slow write overwrote a later one, the journal could lack a task id that the Director already knows."""
     journal = tmp_path / "tasks.json"
     write, is_slow = files.write_atomic, threading.Event()
     calls = iter(range(100))
@@ -309,9 +301,6 @@ async def test_stored_task_with_an_unreadable_request_is_dropped(tmp_path: Path)
 
 
 async def test_full_task_queue_rejects_requests(tasks: Tasks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a long errand runs, only a limited number of requests may wait behind it. Tasks that the agent itself
-    submits are always queued.
-    """
     monkeypatch.setattr("agent_shim.actions.tasks.MAX_WAITING", 2)
     gate = asyncio.Event()
     tasks.submit("run_errand", gate.wait)
@@ -332,7 +321,7 @@ async def test_full_task_queue_rejects_requests(tasks: Tasks, monkeypatch: pytes
     tasks.require_room("prepare")
 
 
-async def test_size_of_the_task_journal_is_limited(tasks: Tasks) -> None:
+async def test_task_journal_size_is_limited(tasks: Tasks) -> None:
     gate = asyncio.Event()
     request = b" " * (MAX_JOURNAL_BYTES // 4)
     for _ in range(3):

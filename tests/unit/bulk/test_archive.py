@@ -1,4 +1,6 @@
-"""Unpacking archives: a valid archive gives the same tree as with GNU tar, and a hostile one leaves no files behind."""
+"""Tests archive unpacking: a valid archive gives the same tree as with GNU tar, and a hostile one leaves no
+files behind.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def record(key: str, value: str) -> bytes:
 
 
 def file(data: bytes) -> io.BufferedRandom:
-    """Return an open file that contains the bytes."""
+    """Return an open file that contains ``data``."""
     opened = os.fdopen(os.memfd_create("archive"), "w+b")
     opened.write(data)
     opened.flush()
@@ -122,14 +124,14 @@ COMPRESSIONS = ("gzip", "bzip2", "xz", "lzma", "zstd", "lzip", "lzop", "compress
 
 
 def compressed(data: bytes, program: str) -> bytes:
-    """Compress with a program. Skips the test if the program is not installed."""
+    """Compress ``data`` with ``program``. Skip the test if the program is not installed."""
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")
     return subprocess.run([program, "-cf"], input=data, stdout=subprocess.PIPE, check=True).stdout
 
 
 @pytest.mark.parametrize("program", COMPRESSIONS)
-def test_archives_of_each_compression_are_unpacked(tmp_path: Path, program: str) -> None:
+def test_compressed_archives_are_unpacked(tmp_path: Path, program: str) -> None:
     make_tree(tmp_path / "tree")
     packed = subprocess.run(["tar", "-c", "-C", tmp_path / "tree", "."], stdout=subprocess.PIPE, check=True).stdout
     with file(compressed(packed, program)) as source:
@@ -141,7 +143,7 @@ def test_archives_of_each_compression_are_unpacked(tmp_path: Path, program: str)
 
 @pytest.mark.parametrize("program", [each for each in COMPRESSIONS if each != "gzip"])
 @pytest.mark.parametrize("where", ["end", "middle"])
-def test_truncated_archives_of_each_compression_are_rejected(tmp_path: Path, program: str, where: str) -> None:
+def test_truncated_compressed_archives_are_rejected(tmp_path: Path, program: str, where: str) -> None:
     if (program, where) == ("compress", "end"):
         pytest.skip("this format marks no end")
     packed = compressed(member("a", os.urandom(300_000)) + END + bytes(100_000), program)
@@ -177,7 +179,6 @@ def test_tar_whose_first_name_resembles_a_compression_header_is_unpacked(tmp_pat
 @pytest.mark.parametrize("kind", ["gnu", "pax", "posix", "ustar", "oldgnu"])
 @pytest.mark.parametrize("compress", ["-z", "--no-auto-compress"])
 def test_unpacked_tree_matches_gnu_tar(tmp_path: Path, kind: str, compress: str) -> None:
-    """Names, modes, times, links and contents are compared for every format that tar can write."""
     make_tree(tmp_path / "tree")
     packed = tmp_path / "a.tgz"
     subprocess.run(["tar", f"--format={kind}", compress, "-cf", packed, "-C", tmp_path / "tree", "."], check=True)
@@ -191,9 +192,9 @@ def test_unpacked_tree_matches_gnu_tar(tmp_path: Path, kind: str, compress: str)
 
 
 @pytest.mark.parametrize("prefix", ["", "./"])
-def test_only_the_subtree_of_a_job_is_unpacked(tmp_path: Path, prefix: str) -> None:
-    """Names begin with ``./`` if the Director has packed the archive for the blobstore, but not if it sends the archive
-    over the bus.
+def test_only_the_jobs_subtree_is_unpacked(tmp_path: Path, prefix: str) -> None:
+    """Member names begin with ``./`` if the Director has packed the archive for the blobstore, but not if it sends the
+    archive over the bus.
     """
     packed = zipped(
         directory(f"{prefix}web", 0o750)
@@ -219,7 +220,6 @@ def test_only_the_subtree_of_a_job_is_unpacked(tmp_path: Path, prefix: str) -> N
     ],
 )
 def test_error_for_a_job_missing_from_an_archive_matches_the_go_agent(tmp_path: Path, packed: bytes, text: str) -> None:
-    """The error messages match the Go agent's, and a failed unpack leaves nothing on disk."""
     with pytest.raises(ArchiveError) as caught:
         unpack(packed, tmp_path / "o", subtree="web")
 
@@ -242,11 +242,7 @@ def test_error_for_a_job_missing_from_an_archive_matches_the_go_agent(tmp_path: 
         member("a", b"new", type=tarfile.CONTTYPE) + END,
     ],
 )
-def test_unusual_valid_archives_are_unpacked(tmp_path: Path, packed: bytes) -> None:
-    """The later of two members with the same name is kept.
-
-    The end marker may be missing, or be followed by other data.
-    """
+def test_unusual_but_valid_archives_are_unpacked(tmp_path: Path, packed: bytes) -> None:
     unpack(packed, tmp_path / "o")
 
     assert {path.name: path.read_bytes() for path in (tmp_path / "o").iterdir()} == {"a": b"new"}
@@ -263,10 +259,7 @@ def test_archive_member_whose_name_ends_with_a_slash_is_a_directory(tmp_path: Pa
 
 @pytest.mark.parametrize("subtree", ["", "d"])
 def test_symlinks_in_an_archive_may_have_any_target(tmp_path: Path, subtree: str) -> None:
-    """Compiled packages contain many absolute symlinks, and jobs may contain them as well.
-
-    Like GNU tar, the agent creates them but does not follow them.
-    """
+    """Compiled packages contain absolute symlinks. Like GNU tar, the agent creates them but does not follow them."""
     packed = link("d/a", "/var/vcap/packages/x") + link("d/b", "../../y") + link("d/c", "d/b", hard=True) + END
     unpack(zipped(packed), tmp_path / "o", subtree=subtree)
 
@@ -301,8 +294,8 @@ def with_size(size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
 
 
 def with_number(at: int, width: int, number: int, kind: bytes = tarfile.REGTYPE) -> bytes:
-    """Return the header of a file ``a`` in which the ``width`` bytes at offset ``at`` hold ``number`` as a base-256
-    field.
+    """Return the header of a file named ``a``, with ``number`` encoded in base 256 in the ``width``-byte field at
+    offset ``at``.
     """
     info = tarfile.TarInfo("a")
     info.type = kind
@@ -376,9 +369,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 
 def test_out_of_range_mode_in_an_archive_is_reduced_to_twelve_bits(tmp_path: Path) -> None:
-    """A base-256 field has 56 bits, but Python accepts only 32 bits for a mode, so a larger mode would raise an
-    ``OverflowError``.
-    """
+    """Python accepts only 32 bits for a mode, so a larger mode would raise an ``OverflowError``."""
     unpack(with_number(100, 8, 2**40 + 0o640), tmp_path / "into")
     assert (tmp_path / "into/a").stat().st_mode & 0o7777 == 0o640
 
@@ -386,10 +377,7 @@ def test_out_of_range_mode_in_an_archive_is_reduced_to_twelve_bits(tmp_path: Pat
 @pytest.mark.attack("a blobstore delivers an archive that is damaged or takes too long to unpack")
 @pytest.mark.parametrize("kind", ["check", "length", "cut", "cut before the check", "garbage"])
 @pytest.mark.parametrize("padding", [0, 100_000])
-def test_damaged_end_of_gzip_data_is_detected(tmp_path: Path, kind: str, padding: int) -> None:
-    """The checksum at the end of the gzip data must be verified, although the last archive member has been unpacked by
-    then.
-    """
+def test_damaged_gzip_trailer_is_detected(tmp_path: Path, kind: str, padding: int) -> None:
     packed = bytearray(zipped(member("a", b"x") + END + bytes(padding)))
     match kind:
         case "check":
@@ -409,7 +397,7 @@ def test_damaged_end_of_gzip_data_is_detected(tmp_path: Path, kind: str, padding
         unpack(bytes(packed), tmp_path / "o")
 
     assert not (tmp_path / "o").exists()
-    if not padding:  # with padding, tar does not read to the end
+    if not padding:  # With padding, tar stops before the end of the data.
         assert subprocess.run(["tar", "-xzf", source, "-C", tmp_path / "by-tar"], check=False).returncode
 
 
@@ -418,10 +406,6 @@ def test_damaged_end_of_gzip_data_is_detected(tmp_path: Path, kind: str, padding
 def test_hostile_archive_is_rejected_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The error names the member and the reason.
-
-    Nothing outside the target directory is changed, and the partly filled target directory is removed.
-    """
     monkeypatch.setattr(archive, "MAX_BYTES", 70_000)
     packed, text = HOSTILE[name]
     (tmp_path / "below").mkdir()
@@ -446,13 +430,12 @@ def test_unpacking_does_not_write_through_symlinks(tmp_path: Path, target: str) 
 
 @pytest.mark.attack("a blobstore delivers an archive that writes outside its directory")
 def test_hard_link_in_a_job_archive_stays_within_the_job(tmp_path: Path) -> None:
-    """A hard link must not give a job access to a file of another job in the same archive."""
     packed = zipped(member("db/key") + member("web/key") + link("web/a", "db/key", hard=True) + END)
     with pytest.raises(ArchiveError, match="'web/a': its target is outside the directory to unpack"):
         unpack(packed, tmp_path / "o", subtree="web")
 
 
-def test_unpacking_sets_the_mode_of_a_directory_after_filling_it() -> None:
+def test_unpacking_sets_a_directorys_mode_after_filling_it() -> None:
     """If a read-only directory got its mode first, an ordinary user could not create the files in it."""
     packed = directory("a", 0o000) + directory("a/b", 0o500) + member("a/b/c") + link("a/b/d", "c") + END
     with tempfile.TemporaryDirectory() as scratch:
@@ -467,7 +450,6 @@ def test_unpacking_sets_the_mode_of_a_directory_after_filling_it() -> None:
 
 
 def test_long_archive_name_is_truncated_in_the_error() -> None:
-    """A long name in a hostile archive must not fill the log."""
     with pytest.raises(ArchiveError) as caught:
         unpack(pax(record("path", "../" + "x" * 5000)) + member("a"), Path("o"))
 
@@ -475,8 +457,6 @@ def test_long_archive_name_is_truncated_in_the_error() -> None:
 
 
 def test_full_disk_during_unpacking_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the member and the reason, and nothing is left on disk."""
-
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
@@ -506,7 +486,6 @@ def base_archives() -> list[bytes]:
 def test_mutated_archive_is_either_rejected_or_unpacked(
     tmp_path_factory: pytest.TempPathFactory, which: int, changes: list[tuple[int, int]]
 ) -> None:
-    """Mutated archives never cause an error other than ``ArchiveError``, or a change outside the target directory."""
     data = bytearray(base_archives()[which])
     for place, value in changes:
         data[place % len(data)] = value

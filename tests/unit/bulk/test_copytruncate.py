@@ -1,4 +1,4 @@
-"""Rotation of a single log. ``integration/test_rotation.py`` rotates logs while they are written."""
+"""Tests rotating a single log. ``integration/test_rotation.py`` rotates logs while they are written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def archives(directory: Path) -> dict[str, bytes]:
 
 
 def test_rotation_keeps_the_configured_number_of_archives(tmp_path: Path) -> None:
-    """Archive 1 is the newest. An archive is left alone if there is a gap in the numbers before it."""
+    """An archive is left alone if there is a gap in the numbers before it."""
     (tmp_path / "a.log.9.gz").write_bytes(gzip.compress(b"kept"))
     for number in range(5):
         (tmp_path / "a.log").write_bytes(b"%d" % number)
@@ -44,7 +44,6 @@ def test_rotation_keeps_the_configured_number_of_archives(tmp_path: Path) -> Non
 
 
 def test_rotated_archive_has_the_owner_and_mode_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The archive is at no time readable by anybody but the owner of the log. The setuid bit is not copied."""
     (tmp_path / "a.log").write_bytes(b"x")
     (tmp_path / "a.log").chmod(0o4640)
     given: list[tuple[int, int, int]] = []
@@ -76,9 +75,6 @@ def test_failed_rotation_keeps_the_log_and_leaves_no_archive(tmp_path: Path, mon
 
 
 def test_archive_size_limit_is_shared_by_all_data_ranges_of_a_sparse_log(tmp_path: Path) -> None:
-    """The limit applies to the sum of all data ranges. Here, a hole splits the log into two ranges, which are copied
-    one by one.
-    """
     with (tmp_path / "a.log").open("wb") as file:
         file.write(b"a" * 4096)
         file.seek(1 << 20)
@@ -93,7 +89,7 @@ def test_archive_size_limit_is_shared_by_all_data_ranges_of_a_sparse_log(tmp_pat
 
 
 def test_rotation_counts_a_dangling_symlink_as_an_archive(tmp_path: Path) -> None:
-    """If the symlink were ignored, it would keep its name, and no later archive could be renamed to it."""
+    """If the symlink were ignored, it would keep the first archive's name, and no new archive could be created."""
     (tmp_path / "a.log.1.gz").symlink_to("nowhere")
     (tmp_path / "a.log").write_bytes(b"new")
 
@@ -106,7 +102,6 @@ def test_rotation_counts_a_dangling_symlink_as_an_archive(tmp_path: Path) -> Non
 def test_rotation_empties_the_log_only_after_the_archive_is_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the log were emptied first, its lines would be lost if the machine crashed before the sync."""
     log = tmp_path / "a.log"
     log.write_bytes(b"precious")
     synced: list[tuple[bytes, bytes]] = []
@@ -124,7 +119,6 @@ def test_rotation_empties_the_log_only_after_the_archive_is_synced(
 def test_rotated_log_is_truncated_only_after_its_archive_contains_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines that are not in the archive would be lost if the process were killed right after truncating the log."""
     (tmp_path / "a.log").write_bytes(b"before\n")
     fsync, truncate, archived = os.fsync, os.ftruncate, []
 

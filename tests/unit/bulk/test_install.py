@@ -1,4 +1,4 @@
-"""The order in which an install writes bundles to disk. ``integration/test_worker.py`` tests the rest."""
+"""Tests the order in which an install writes bundles to disk. ``integration/test_worker.py`` tests the rest."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from agent_shim.host import files
 
 
 def test_bundle_gets_its_name_only_after_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the directory had its final name before the sync, a crash could leave an incomplete directory that looks like
-    an installed bundle.
-    """
+    """Otherwise, a crash could leave an incomplete directory that looks like an installed bundle."""
     bundle, temp = tmp_path / "bundle", tmp_path / ".bundle.tmp-00000000"
     temp.mkdir()
     (temp / "file").write_text("x")

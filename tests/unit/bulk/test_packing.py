@@ -1,4 +1,4 @@
-"""Packing: archives are reproducible, and files that change during packing or are hostile do no harm."""
+"""Tests packing: archives are reproducible, and files that are hostile or change during packing do no harm."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def packed(*trees: Tree, compressed: bool = True, remarks: str = "") -> bytes:
 
 
 def logs(root: Path, *patterns: str) -> bytes:
-    """Pack the logs in ``root`` as a live tree, whose files may change while they are packed."""
+    """Pack ``root`` as if it were a job's log directory, in which files may change during packing."""
     return packed(Tree(str(root), patterns=list(patterns or ["**/*"])), remarks="remarks")
 
 
@@ -102,7 +102,6 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("compressed", [True, False])
 def test_gnu_tar_unpacks_a_packed_tree_unchanged(tmp_path: Path, tree: Path, compressed: bool) -> None:
-    """Contents, modes, times, symlinks, hard links and empty directories are compared. Names must begin with ``./``."""
     (tmp_path / "a.tgz").write_bytes(packed(Tree(str(tree)), compressed=compressed))
     (tmp_path / "out").mkdir()
     subprocess.run(["tar", "-xf", tmp_path / "a.tgz", "-C", tmp_path / "out"], check=True)
@@ -116,7 +115,6 @@ def test_gnu_tar_unpacks_a_packed_tree_unchanged(tmp_path: Path, tree: Path, com
 
 
 def test_packing_the_same_tree_gives_the_same_bytes(tmp_path: Path, tree: Path) -> None:
-    """Neither the order of the directory entries on disk nor the owners of files affect the result."""
     first = packed(Tree(str(tree)))
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -145,7 +143,6 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_archive_is_independent_of_the_number_of_processors(
     tmp_path: Path, large: Path, monkeypatch: pytest.MonkeyPatch, processors: int
 ) -> None:
-    """One processor and several processors produce the same bytes, which always form a single gzip member."""
     wanted = logs(large)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
     data = logs(large)
@@ -158,9 +155,7 @@ def test_archive_is_independent_of_the_number_of_processors(
     assert subprocess.run(["gzip", "-t", tmp_path / "a.tgz"]).returncode == 0
 
 
-def test_full_disk_ends_packing(large: Path) -> None:
-    """Chunks that are waiting to be compressed or written are dropped, and all compression threads exit."""
-
+def test_full_disk_stops_packing(large: Path) -> None:
     class Full(io.BytesIO):
         def write(self, data: Any, /) -> int:
             if self.tell() > 1000:
@@ -175,7 +170,7 @@ def test_full_disk_ends_packing(large: Path) -> None:
 
 
 @pytest.mark.parametrize("compressed", [True, False])
-def test_packing_returns_the_digests_of_the_archive(large: Path, compressed: bool) -> None:
+def test_packing_returns_the_archives_digests(large: Path, compressed: bool) -> None:
     out = io.BytesIO()
 
     digests = packing.pack(out, [Tree(str(large))], compressed=compressed).digests
@@ -188,9 +183,6 @@ def test_packing_returns_the_digests_of_the_archive(large: Path, compressed: boo
 
 
 def test_packing_follows_no_symlinks(tmp_path: Path) -> None:
-    """Symlinks are packed as symlinks. If they were followed, a job that can write to the tree could make root read
-    other files.
-    """
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "logs" / "job").mkdir(parents=True)
     (tmp_path / "logs" / "job" / "planted.log").symlink_to(tmp_path / "secret")
@@ -205,11 +197,7 @@ def test_packing_follows_no_symlinks(tmp_path: Path) -> None:
 
 @pytest.mark.root
 def test_hard_links_to_root_owned_files_are_not_packed(tmp_path: Path) -> None:
-    """A job can create a hard link to a file of root among its logs, so such a link is left out when a live tree is
-    packed.
-
-    In a tree that jobs cannot write to, it is packed like any other file.
-    """
+    """In its log directory, a job can create a hard link to one of root's files."""
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/a.log").hardlink_to(tmp_path / "secret")
@@ -220,8 +208,7 @@ def test_hard_links_to_root_owned_files_are_not_packed(tmp_path: Path) -> None:
     assert content(packed(Tree(str(tmp_path / "logs"))), "./a.log") == b"secret"
 
 
-def test_compiled_package_entries_have_the_owner_name_root(tmp_path: Path) -> None:
-    """By contrast, log entries have numeric owners but no owner names."""
+def test_compiled_package_entries_are_owned_by_root(tmp_path: Path) -> None:
     make(tmp_path, ["a"])
     (tmp_path / "out").symlink_to("/")
 
@@ -232,10 +219,9 @@ def test_compiled_package_entries_have_the_owner_name_root(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("what", ["link", "fifo", "directory", "nothing"])
-def test_file_replaced_with_another_type_during_packing_is_not_packed(
+def test_file_replaced_with_a_different_type_of_file_during_packing_is_not_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """The file is replaced after the scan and before it is opened. A FIFO must not block the packing."""
     make(tmp_path, ["logs/a", "logs/b", "secret"])
 
     def swap() -> None:
@@ -269,7 +255,6 @@ def test_directory_replaced_with_a_symlink_during_packing_is_packed_as_it_was(
 
 
 def test_fifos_and_sockets_are_not_packed(tmp_path: Path) -> None:
-    """FIFOs and sockets are skipped, because opening a FIFO would block the packing."""
     make(tmp_path, ["a"])
     os.mkfifo(tmp_path / "fifo")
     with socket.socket(socket.AF_UNIX) as sock:
@@ -315,7 +300,6 @@ def test_fifos_and_sockets_are_not_packed(tmp_path: Path) -> None:
     ],
 )
 def test_packing_patterns_select_files(tmp_path: Path, pattern: str, found: list[str]) -> None:
-    """``**`` spans directories, dotfiles are included, and a pattern for a directory selects everything in it."""
     make(tmp_path, ["a.log", "b/c.log", "b/c.log.1", "b/d/.e.log", "b/d/f.txt", "g[1]/h.log"])
 
     assert list(entries(packed(Tree(str(tmp_path), patterns=[pattern])))) == [f"./{name}" for name in found]
@@ -334,7 +318,6 @@ def test_pathological_packing_patterns_are_matched_quickly(tmp_path: Path) -> No
 def test_log_rotated_during_packing_is_packed_under_its_new_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No line is lost, no matter when the files are renamed."""
     make(tmp_path, ["a.log", "b.log", "b.log.1", "b.log.2", "c.log"])
 
     def rotate() -> None:
@@ -376,7 +359,6 @@ def test_log_renamed_after_it_was_packed_is_packed_once(tmp_path: Path, monkeypa
 
 
 def test_log_that_reappears_is_packed_without_a_remark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that was missing only for a moment is complete in the archive, so the remarks must not mention it."""
     make(tmp_path, ["a", "b"])
     before_reading(monkeypatch, "a", (tmp_path / "a").unlink)
     before_reading(monkeypatch, "b", lambda: make(tmp_path, ["a"]))
@@ -385,9 +367,7 @@ def test_log_that_reappears_is_packed_without_a_remark(tmp_path: Path, monkeypat
 
 
 def test_new_file_with_a_reused_inode_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """File systems reuse inode numbers immediately. A new file with the inode number of a packed file must not be
-    mistaken for that file.
-    """
+    """File systems reuse inode numbers immediately, so a new file may have the inode number of a packed file."""
     make(tmp_path, ["a", "z"])
     honest = os.fstat
     old = (tmp_path / "a").stat()
@@ -407,12 +387,7 @@ def test_new_file_with_a_reused_inode_is_packed(tmp_path: Path, monkeypatch: pyt
     assert list(entries(logs(tmp_path))) == ["./a", "./z", "./new"]
 
 
-def test_growth_of_a_log_during_packing_is_noted_in_the_remarks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The archive contains the bytes that the file had when it was opened. The remarks say how many bytes were written
-    after that.
-    """
+def test_packing_notes_log_growth_in_the_remarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(b"x" * 600)
 
     def grow() -> None:
@@ -426,10 +401,8 @@ def test_growth_of_a_log_during_packing_is_noted_in_the_remarks(
     assert content(data, "./remarks") == b"./a: the last 25 bytes were written during the read and are not packed\n"
 
 
-def test_truncation_of_a_log_during_packing_is_noted_in_the_remarks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The missing part is filled with zeros, so that the archive stays valid. The remarks mention this."""
+def test_packing_notes_log_truncation_in_the_remarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The missing part is filled with zeros, so that the archive stays valid."""
     (tmp_path / "a").write_bytes(b"x" * 600)
     after_seeing_the_size(monkeypatch, 600, lambda: os.truncate(tmp_path / "a", 5))
     data = logs(tmp_path)
@@ -443,7 +416,7 @@ def test_truncation_of_a_log_during_packing_is_noted_in_the_remarks(
 def test_log_on_a_failing_disk_is_filled_with_zeros_and_noted_in_the_remarks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the tree is not live, the read error makes packing fail, because a package must be complete."""
+    """A package, unlike a log, must be complete, so a read error makes packing it fail."""
     make(tmp_path, ["a", "b"])
     honest = os.pread
 
@@ -467,7 +440,6 @@ def test_log_on_a_failing_disk_is_filled_with_zeros_and_noted_in_the_remarks(
 def test_packing_notes_files_without_read_permission_in_the_remarks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the tree is not live, a file without read permission makes packing fail."""
     make(tmp_path, ["logs/a", "logs/closed/b", "logs/c", "shut/x"])
     monkeypatch.chdir(tmp_path)
     closed = [tmp_path / "logs" / "c", tmp_path / "logs" / "closed", tmp_path / "shut"]
@@ -505,10 +477,6 @@ def test_packing_notes_files_without_read_permission_in_the_remarks(
     ],
 )
 def test_packed_symlinks_stay_within_the_tree(tmp_path: Path, target: str, packed_as: str) -> None:
-    """A symlink to another log is rewritten so that it works where the archive is unpacked.
-
-    Symlinks that lead out of the tree are mentioned in the remarks instead.
-    """
     root = tmp_path / "logs"
     make(root, ["job/out.log.1"])
     (tmp_path / "alias").symlink_to(root)
@@ -526,8 +494,10 @@ def test_packed_symlinks_stay_within_the_tree(tmp_path: Path, target: str, packe
         assert content(data, "./remarks").decode() == said
 
 
-def test_remarks_file_has_the_time_of_the_newest_log(tmp_path: Path) -> None:
-    """With a time of 1970, tar would print a warning. With the current time, the archive would not be reproducible."""
+def test_remarks_file_has_the_newest_logs_time(tmp_path: Path) -> None:
+    """With a timestamp in 1970, tar would print a warning. With the current time, the archive would not be
+    reproducible.
+    """
     make(tmp_path, ["a"])
     (tmp_path / "link").symlink_to("/etc")
     os.utime(tmp_path / "a", (1_600_000_000, 1_600_000_000))
@@ -536,7 +506,7 @@ def test_remarks_file_has_the_time_of_the_newest_log(tmp_path: Path) -> None:
 
 
 def test_oversized_compilation_output_is_rejected_before_it_is_read(tmp_path: Path) -> None:
-    """A compilation may create a sparse file of terabytes, which would otherwise be read and sent as zeros."""
+    """A compilation may create a terabyte-sized sparse file, which would otherwise be read and sent as zeros."""
     with (tmp_path / "a").open("wb") as file:
         file.truncate(1 << 42)
     make(tmp_path, ["b"])
@@ -545,10 +515,7 @@ def test_oversized_compilation_output_is_rejected_before_it_is_read(tmp_path: Pa
         packed(Tree(str(tmp_path)))
 
 
-def test_size_limit_of_compilation_output_does_not_apply_to_logs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Logs of many gigabytes can still be fetched."""
+def test_compilation_output_size_limit_does_not_apply_to_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.log").write_bytes(b"x" * 1000)
     monkeypatch.setattr(packing, "MAX_FIXED_BYTES", 1000)
     assert len(content(packed(Tree(str(tmp_path))), "./a.log")) == 1000
@@ -563,7 +530,7 @@ def test_size_limit_of_compilation_output_does_not_apply_to_logs(
 
 
 def test_sparse_log_is_packed_without_its_holes(tmp_path: Path) -> None:
-    """A job can create a sparse file of terabytes at no cost. Reading all of it would delay every later task."""
+    """A job can create a terabyte-sized sparse file at no cost. Reading all of it would delay every later task."""
     with (tmp_path / "a.log").open("wb") as file:
         file.write(b"first")
         file.truncate(1 << 43)
@@ -579,7 +546,6 @@ def test_sparse_log_is_packed_without_its_holes(tmp_path: Path) -> None:
 
 @pytest.mark.attack("a job passes a setuid program to whoever unpacks its logs")
 def test_setuid_bits_and_owner_names_of_logs_are_not_packed(tmp_path: Path) -> None:
-    """Otherwise, if root unpacked the logs, any user could run a setuid program of the job as root."""
     (tmp_path / "evil.log").write_text("#!/bin/sh")
     (tmp_path / "evil.log").chmod(0o6755)
     if os.geteuid() == 0:
@@ -594,7 +560,6 @@ def test_setuid_bits_and_owner_names_of_logs_are_not_packed(tmp_path: Path) -> N
 
 
 def test_job_with_too_many_files_does_not_exclude_other_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The remarks list the files of the job that were left out."""
     monkeypatch.setattr(packing, "MAX_JOB_ENTRIES", 10)
     make(tmp_path, [f"evil/deep/{number}.log" for number in range(30)] + ["good/x.log"])
 
@@ -607,7 +572,6 @@ def test_job_with_too_many_files_does_not_exclude_other_jobs(tmp_path: Path, mon
 
 
 def test_packing_stops_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a deadline, packing that never ends would delay all later tasks."""
     monkeypatch.setattr(packing, "LIVE_TIMEOUT_S", 0.0)
     make(tmp_path, ["a.log"])
 
@@ -617,7 +581,7 @@ def test_packing_stops_at_its_deadline(tmp_path: Path, monkeypatch: pytest.Monke
     assert content(data, "./remarks") == b".: the archive is incomplete: packing took longer than 0 seconds\n"
 
 
-@pytest.mark.attack("text of a job forges lines of the agent's log, of alerts or of an archive's remarks")
+@pytest.mark.attack("text from a job forges lines in the agent's log, in alerts or in an archive's remarks")
 def test_file_names_cannot_forge_remarks(tmp_path: Path) -> None:
     (tmp_path / "a\n.: all is well\n\x1b[2J").symlink_to("/etc/passwd")
 
@@ -647,7 +611,7 @@ def test_packing_patterns_with_unbalanced_or_deep_braces_are_rejected(tmp_path: 
 
 
 def test_braces_in_packing_patterns_are_compiled_to_a_single_expression(tmp_path: Path) -> None:
-    """The braces must not be expanded, because that would create 2**30 patterns."""
+    """Expanding the braces would create 2**30 patterns."""
     make(tmp_path, ["ab" * 15])
 
     assert list(entries(logs(tmp_path, "{a,b}" * 30))) == ["./" + "ab" * 15]

@@ -1,4 +1,4 @@
-"""Blob ids and progress reports."""
+"""Tests blob ids and progress reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from agent_shim.core.errors import BlobError
 
 @pytest.mark.parametrize("blob_id", ["3fa85f64-5717-4562-b3fc-2c963f66afa6", "a", "A_b.c-d", "ü" * 127])
 def test_plain_file_names_are_accepted_as_blob_ids(blob_id: str) -> None:
-    """The Director chooses the blob ids, which need not be UUIDs."""
     assert checked_blob_id(blob_id) == blob_id
 
 
@@ -21,13 +20,11 @@ def test_plain_file_names_are_accepted_as_blob_ids(blob_id: str) -> None:
     "blob_id", ["", ".", "..", ".a", "a/b", "/a", "a..b", "-a", "a\0", "a\n", "a" * 256, "ü" * 128]
 )
 def test_paths_and_options_are_rejected_as_blob_ids(blob_id: str) -> None:
-    """Names that begin with a dot, which would be hidden files, are rejected as well."""
     with pytest.raises(BlobError, match=re.escape("it is not a plain name")):
         checked_blob_id(blob_id)
 
 
 def test_progress_reports_bytes_and_fraction_once_the_total_is_known() -> None:
-    """Until all files have been counted, the total is unknown and the fraction is zero."""
     counting, copying = Progress("counting"), Progress("copying", 250, 1000)
     assert (str(counting), counting.share) == ("counting", 0.0)
     assert (str(copying), copying.share) == ("copying: 250/1000 bytes", 0.25)

@@ -1,4 +1,4 @@
-"""Tests which proxy is chosen by Go's rules. ``integration/test_transfer.py`` tests the trusted CAs."""
+"""Tests that proxies are chosen according to Go's rules. ``integration/test_transfer.py`` tests the trusted CAs."""
 
 from __future__ import annotations
 

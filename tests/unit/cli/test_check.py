@@ -1,4 +1,4 @@
-"""``agent-shim check``: recognition of file types, errors with their position, and exit codes."""
+"""Tests ``agent-shim check``: file type detection, errors with their position, and exit codes."""
 
 from __future__ import annotations
 
@@ -66,15 +66,14 @@ def test_check_error_names_the_file_and_the_position(
     assert said in error
 
 
-def test_check_has_an_exit_code_for_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """If another file has invalid content, the exit code for that error takes precedence."""
+def test_check_exits_with_66_if_a_file_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(tmp_path / "monit")]) == 66
     assert "No such file" in capsys.readouterr().err
     (tmp_path / "agent.json").write_text("{")
     assert main(["check", str(tmp_path / "monit"), str(tmp_path / "agent.json")]) == 78
 
 
-def test_check_of_an_unknown_kind_without_an_option_is_a_usage_error(tmp_path: Path) -> None:
+def test_check_requires_an_option_if_the_file_name_does_not_reveal_the_kind(tmp_path: Path) -> None:
     (tmp_path / "file").write_text(GOOD)
 
     assert main(["check", str(tmp_path / "file")]) == 2
@@ -111,7 +110,7 @@ AGENT = {
 }
 
 
-def test_check_reports_all_errors_of_a_file_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_all_errors_in_a_file_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "agent.json").write_text(json.dumps(AGENT))
     (tmp_path / "bpm.yml").write_text("processes:\n- name: a\n- executable: b\n  limits: {memory: lots}\n")
     (tmp_path / "settings.json").write_text('{"agent_id": 3, "mbus": "nats//x", "ntp": 5}')
@@ -128,7 +127,6 @@ def test_check_reports_all_errors_of_a_file_at_once(tmp_path: Path, capsys: pyte
 
 
 def test_check_rejects_a_jobs_own_directories_as_volumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``check`` rejects the same volumes as the agent. It takes the job's name from the path of the bpm.yml."""
     file = tmp_path / "web/config/bpm.yml"
     file.parent.mkdir(parents=True)
     file.write_text("processes:\n- {name: a, executable: b, additional_volumes: [{path: /var/vcap/store/web}]}")
@@ -149,7 +147,7 @@ def test_check_rejects_a_jobs_own_directories_as_volumes(tmp_path: Path, capsys:
 def test_check_warns_about_a_bpm_file_with_ignored_parts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
-    """The warning becomes an error with ``--strict``, although bpm accepts the file."""
+    """bpm accepts such a file, so the warning is an error only with ``--strict``."""
     (tmp_path / "bpm.yml").write_text(text)
 
     assert main(["check", str(tmp_path / "bpm.yml")]) == 0
@@ -158,7 +156,6 @@ def test_check_warns_about_a_bpm_file_with_ignored_parts(
 
 
 def test_check_compares_bpm_commands_with_the_jobs_bpm_yml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Errors are reported for both the start and the stop command. Without a bpm.yml, neither can be checked."""
     monit = tmp_path / "web/monit"
     (tmp_path / "web/config").mkdir(parents=True)
     bpm = "/var/vcap/jobs/bpm/bin/bpm"
@@ -225,7 +222,7 @@ def test_check_prints_warnings_in_addition_to_errors(
         ('{"AgentShim": {"logLevle": "info", "http": "nine"}}', ["did you mean logLevel?", "expected ADDR:PORT"]),
     ],
 )
-def test_check_rejects_an_unknown_key_of_agent_json(
+def test_check_rejects_an_unknown_key_in_agent_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: list[str]
 ) -> None:
     """Only this agent reads these keys, so a misspelt one would silently have no effect."""
@@ -289,7 +286,6 @@ def test_check_rejects_a_misspelt_program_statement(
 
 
 def test_check_strict_rejects_statements_without_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A dependency on a service of another job is accepted, because it has an effect."""
     (tmp_path / "monit").write_text(
         "check process web with pidfile /x group vcap\n start program '/x'\n alert a@b\n depends on other\n"
         " if failed port 5 protocol mysql then alert\n if failed port 5 protocol http then alert\n"
@@ -333,7 +329,7 @@ def test_check_warns_about_an_unsupported_rule(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().err == f"warning: {path}: line 2: not acted on: if failed port\n"
 
 
-def test_check_json_has_the_findings_of_each_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_json_has_the_findings_for_each_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "agent.json").write_text('{"AgentShim": {"agrs": 1, "http": "nine"}}')
     (tmp_path / "bpm.yml").write_text("processes:\n- {name: a, executable: b, agrs: [c]}")
 
@@ -347,7 +343,6 @@ def test_check_json_has_the_findings_of_each_file(tmp_path: Path, capsys: pytest
 def test_check_and_daemon_reject_the_same_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], member: str
 ) -> None:
-    """The daemon and ``check`` print the same error message."""
     config = tmp_path / "agent.json"
     config.write_text(json.dumps({"AgentShim": {member: AGENT["AgentShim"][member]}}))
 

@@ -1,4 +1,4 @@
-"""The command line of ``agent-shim``: help texts and their examples."""
+"""Tests the command line of ``agent-shim``: help texts and their examples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agent_shim.core.paths import Paths
 
 
 def examples() -> list[str]:
-    """Return all example calls of ``agent-shim``, without shell syntax such as pipes."""
+    """Return all example calls to ``agent-shim``, without shell syntax such as pipes."""
     lines = [line.strip() for text in commands.EXAMPLES.values() for line in text.splitlines()]
     parts = [part.strip() for line in lines for part in re.split(r"\||&&|#| >", line)]
     return [part[part.index("agent-shim") :] for part in parts if "agent-shim " in part]
@@ -74,7 +74,7 @@ def test_error_for_an_invalid_duration_names_the_option(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("words", [["--bogus"], ["--bogus", "status"], ["status", "--bogus"]])
-def test_error_for_an_unknown_option_names_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_names_the_unknown_option(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         commands.main(words)
     assert capsys.readouterr().err.endswith("error: unrecognized arguments: --bogus\n")

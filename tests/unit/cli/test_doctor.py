@@ -1,4 +1,4 @@
-"""Findings of ``agent-shim doctor``, its table of limits, and its output."""
+"""Tests the findings of ``agent-shim doctor``, its table of limits, and its output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FEW = frozenset({*NEEDED, *USEFUL})
 def found(topic: str, base: Path, settings: dict[str, object] | None = None, *, index: int = 0) -> Finding:
     """Run the doctor's probe for ``topic`` on a directory tree with these settings.
 
-    Return the finding at ``index``, or always the last one for the topic ``clock``.
+    Return the finding at ``index``, except that the ``clock`` topic always gives the last one.
     """
     document = json.dumps({"agent_id": "a", **(settings or {})}).encode()
     known = Effective(parse(document, origin="x"), UpdateSettings())
@@ -213,7 +213,7 @@ def test_doctor_table_fits_a_narrow_terminal() -> None:
     assert text.count("found") == 30
 
 
-@pytest.mark.attack("text of a job sends control sequences to an operator's terminal")
+@pytest.mark.attack("text from a job sends control sequences to an operator's terminal")
 def test_doctor_table_escapes_control_characters() -> None:
     hostile = "\x1b]0;title\x07\x9b2J\r\nok       bus      can be reached\u202e\ud800\u2028end"
 
@@ -251,7 +251,7 @@ def test_doctor_infers_the_container_runtime_from_mounts_and_settings(
     known = Effective(parse(document, origin="x"), UpdateSettings()) if settings else None
 
     assert doctor.runtime(known, Paths(Path("/var/vcap"))) == runtime
-    if runtime == "cpi":  # but not below another base directory, as in the demo
+    if runtime == "cpi":  # The demo has no CPI, and its base directory is not /var/vcap.
         assert doctor.runtime(known, Paths(Path("/opt/vcap"))) == "engine"
 
 

@@ -1,4 +1,4 @@
-"""The strategic merge patch with which the doctor's proposals can be applied to a pod."""
+"""Tests the strategic merge patch that applies the doctor's proposals to a pod."""
 
 from __future__ import annotations
 
@@ -53,9 +53,8 @@ def test_patch_mounts_an_empty_directory_where_a_writable_one_is_missing() -> No
 
 
 def test_patch_lists_all_capabilities_including_present_ones() -> None:
-    """The patch replaces the list, so a capability that is not in it would be lost.
-
-    ``drop: [ALL]`` is part of the patch, because another entry in an existing ``drop`` would take precedence.
+    """The patch replaces the list, so a capability that is not in it would be lost. ``drop: [ALL]`` is part of the
+    patch, because another entry in an existing ``drop`` would take precedence.
     """
     no_user, no_kill = (
         limits.capabilities(*names, follows="", verdict=WRONG) for names in (("CHOWN", "SETUID"), ("KILL",))
@@ -75,7 +74,7 @@ def test_patch_for_a_pod_template_is_nested() -> None:
 
 
 @pytest.mark.parametrize("target", get_args(patch.Target))
-def test_patch_without_a_change_is_empty_and_says_so(target: patch.Target) -> None:
+def test_patch_without_changes_is_empty_except_for_a_comment(target: patch.Target) -> None:
     text = patch.patch(NO_CHANGE, "web", (), target)
 
     assert text.startswith("# agent-shim doctor: nothing to change.\n")
@@ -93,8 +92,8 @@ def test_patch_contains_risky_and_incomplete_changes_only_as_comments(limit: str
     assert all(line.startswith("#") for line in text.splitlines()[:-1])
 
 
-@pytest.mark.attack("text of a job adds a container to the patch that an operator applies")
-def test_finding_text_cannot_break_out_of_a_comment_in_the_patch() -> None:
+@pytest.mark.attack("text from a job adds a container to the patch that an operator applies")
+def test_doctor_finding_cannot_break_out_of_a_patch_comment() -> None:
     hostile = "x\nspec: {hostPID: true}\r\u2028spec: {}"
 
     text = patch.patch(Report("few", [Finding(hostile, WRONG, hostile, hostile, hostile)]), "web", (), "pod")
@@ -102,7 +101,7 @@ def test_finding_text_cannot_break_out_of_a_comment_in_the_patch() -> None:
     assert yaml.safe_load(text) == {}
 
 
-def test_creating_a_patch_does_not_change_the_tables() -> None:
+def test_creating_a_patch_does_not_change_the_predefined_patches() -> None:
     before = copy.deepcopy(limits.PATCHES)
 
     patched(*(limited(name, path="/x", name="x", needs="", lost="") for name in limits.PATCHES), held=frozenset({"A"}))
@@ -126,10 +125,9 @@ def test_patches_change_only_harmless_pod_fields(name: str) -> None:
     ("words", "container"),
     [((), "hello-world"), (("--container", "other"), "other")],
 )
-def test_doctor_patch_names_its_own_container(
+def test_doctor_patch_names_the_current_container_unless_another_is_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], container: str
 ) -> None:
-    """The container's name is taken from the kubelet's path to the mounted termination log."""
     where = "/var/lib/kubelet/pods/0f2f6a53-5b8e-4f0e-8a53-37a3f1a3b1c2"
     rows = [f"{where}/etc-hosts /etc/hosts", f"{where}/containers/hello-world/1a2b /dev/termination-log"]
     table = "".join(f"3{number} 35 98:0 {row} rw - ext4 /dev/vda rw\n" for number, row in enumerate(rows))
@@ -170,12 +168,10 @@ def test_patch_makes_the_root_file_system_writable_only_if_it_is_read_only(
 
 @pytest.mark.parametrize("is_volume", [True, False])
 @pytest.mark.parametrize("error", [0, errno.EROFS])
-def test_patch_adds_a_missing_data_volume_but_does_not_change_a_read_only_one(
+def test_patch_adds_a_missing_data_volume_but_does_not_change_a_read_only_volume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_volume: bool, error: int
 ) -> None:
-    """The patch must not make a read-only volume writable, because the volume may be read-only for a reason that the
-    doctor does not know.
-    """
+    """A volume may be read-only for a reason that the doctor does not know."""
     (tmp_path / "data").mkdir()
     point = tmp_path / "data" if is_volume else Path("/")
     monkeypatch.setattr(mounts, "mounts", lambda: mounts.parse(f"1 0 8:0 / {point} rw - ext4 /dev/vda rw\n".encode()))

@@ -1,4 +1,4 @@
-"""Commands that fail print a message, exit with a documented exit code, and create no files."""
+"""Tests that failing commands print a message, exit with a documented exit code, and create no files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNPRIVILEGED_UID = 65534
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Return a base directory with the logs of two jobs and of the agent."""
+    """Return a base directory with two jobs' logs and the agent's log."""
     for name, text in (("web/web.stdout.log", "web up\n"), ("db/db.stdout.log", "db up\n")):
         path = tmp_path / "data/sys/log" / name
         path.parent.mkdir(parents=True)
@@ -52,7 +52,7 @@ def run(*words: str) -> int:
 
 
 @pytest.mark.parametrize("words", [("logs",), ("logs", "web"), ("logs", "--agent"), ("handback",)], ids=" ".join)
-def test_missing_base_directory_is_an_error_and_not_created(
+def test_missing_base_directory_is_an_error_and_is_not_created(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
     base = tmp_path / "none"
@@ -62,12 +62,14 @@ def test_missing_base_directory_is_an_error_and_not_created(
     assert not base.exists()
 
 
-def test_logs_of_a_base_directory_without_logs_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_command_fails_for_a_base_directory_without_logs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("logs", "-b", str(tmp_path)) == NOT_THERE
     assert f"there is no directory {tmp_path}/data/sys/log" in capsys.readouterr().err
 
 
-def test_handback_of_a_base_directory_without_an_agent_creates_no_file(
+def test_handback_creates_no_file_in_a_base_directory_without_an_agent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("handback", "-b", str(tmp_path)) == 0
@@ -90,7 +92,7 @@ def test_handback_of_a_base_directory_without_an_agent_creates_no_file(
 def test_command_error_names_unreadable_files(
     tree: Path, capfdbinary: pytest.CaptureFixture[bytes], words: tuple[str, ...], closed: str, said: str
 ) -> None:
-    """The command prints no traceback. It also must not exit with 0 if it could show only some of the logs."""
+    """The exit code must not be 0 if only some of the logs could be shown."""
     for above in (tree, *tree.parents[:3]):
         above.chmod(above.stat().st_mode | 0o755)
     (tree / closed).chmod(0)
@@ -107,14 +109,14 @@ def test_command_error_names_unreadable_files(
     assert (b"db up" in shown.out) == (words == ("logs",) and closed != "data/sys/log")
 
 
-def test_logs_command_lists_the_known_jobs_for_an_unknown_one(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_command_lists_known_jobs_if_the_job_is_unknown(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("logs", "wed", "-b", str(tree)) == NOT_THERE
     assert "there are no logs of wed: did you mean web? (there are db, web)" in capsys.readouterr().err
 
 
 @contextlib.contextmanager
 def answering(base: Path, *names: str) -> Iterator[list[Any]]:
-    """Run a fake agent that has these services. Yields the list of requests that it receives."""
+    """Run a fake agent that has these services. Yield the list of requests that it receives."""
     seen: list[Any] = []
 
     def reply(request: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +129,7 @@ def answering(base: Path, *names: str) -> Iterator[list[Any]]:
         yield seen
 
 
-def test_command_lists_the_known_services_for_an_unknown_one(
+def test_command_lists_known_services_if_the_service_is_unknown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with answering(tmp_path, "web", "worker"):
@@ -148,7 +150,7 @@ def test_command_lists_the_known_services_for_an_unknown_one(
         (("run_script", "pre-start", "soon"), "cannot call run_script: "),
     ],
 )
-def test_arguments_of_the_call_command_are_checked_before_the_request_is_sent(
+def test_call_command_arguments_are_checked_before_the_request_is_sent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
     with answering(tmp_path) as seen:
@@ -181,6 +183,6 @@ def test_daemon_exits_with_a_message_if_its_base_directory_cannot_be_created(
 ) -> None:
     monkeypatch.setattr(
         "agent_shim.core.log.setup", lambda **_: None
-    )  # log.setup needs the descriptor of stderr, which capsys replaces
+    )  # log.setup needs stderr's descriptor, which capsys replaces
     assert run("run", "-b", "/proc/nope") == 70
     assert "agent-shim: cannot start: " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Kubernetes objects for an instance group."""
+"""Tests the Kubernetes objects for an instance group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agent_shim.core.errors import ConfigError
 
 
 def parts(**group: Any) -> kubernetes.ObjectInputs:
-    """Return the inputs from which the Kubernetes objects of an instance group with these members are made."""
+    """Return the inputs for the Kubernetes objects of an instance group that has these members."""
     return kubernetes.ObjectInputs(
         deployment="My shop!",
         group=msgspec.convert({"name": "web", **group}, Group),
@@ -30,8 +30,8 @@ def parts(**group: Any) -> kubernetes.ObjectInputs:
 
 
 def written(where: Path, made: kubernetes.ObjectInputs) -> dict[str, Any]:
-    """Write the objects to ``where``. Return those in the files that the kustomization lists, with ``KIND/NAME`` as
-    keys.
+    """Write the objects to ``where``. Read the files that the kustomization lists, and return the objects in them,
+    keyed by ``KIND/NAME``.
     """
     kubernetes.write(made, where)
     names = yaml.safe_load((where / "kustomization.yaml").read_text())["resources"]
@@ -72,7 +72,7 @@ def test_agent_container_does_not_see_the_manifest(tmp_path: Path) -> None:
     assert (tmp_path / "secret.yaml").stat().st_mode & 0o777 == 0o600
 
 
-def test_secret_file_is_private_even_if_an_older_one_was_not(tmp_path: Path) -> None:
+def test_new_secret_file_is_private_even_if_the_old_file_was_not(tmp_path: Path) -> None:
     (tmp_path / "secret.yaml").write_text("")
     (tmp_path / "secret.yaml").chmod(0o644)
     written(tmp_path, parts())

@@ -1,4 +1,4 @@
-"""Links between the jobs of a manifest, resolved by the rules of ``bosh/director/links``."""
+"""Tests that the links between a manifest's jobs are resolved according to the rules in ``bosh/director/links``."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_manual_link_in_a_manifest_replaces_a_provider() -> None:
     assert (link["instances"], link["properties"], link["address"]) == ([{"address": "10.9.9.9"}], {"port": 1}, None)
 
 
-def test_disk_link_has_the_name_of_the_disk() -> None:
+def test_disk_link_is_named_after_the_disk() -> None:
     spec = [{"name": "records", "type": "disk"}]
 
     assert resolved(spec=spec).found["records"]["properties"] == {"name": "records"}
@@ -184,7 +184,7 @@ def test_error_for_an_unresolved_link_names_consumer_link_and_remedy(change: Any
         ),
     ],
 )
-def test_missing_required_link_of_a_job_is_an_error(change: Any, said: str) -> None:
+def test_missing_required_link_is_an_error(change: Any, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(**change)
 

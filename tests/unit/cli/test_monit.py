@@ -1,4 +1,4 @@
-"""The ``monit`` command: its arguments, its output and its exit codes."""
+"""Tests the arguments, the output and the exit codes of the ``monit`` command."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def test_monit_command_fails_for_a_user_without_permission(
     assert capfd.readouterr() == ("", f"monit: {said}\n")
 
 
-def test_monit_command_shows_a_configured_system_check_instead_of_the_implicit_one() -> None:
+def test_monit_command_shows_a_configured_system_check_instead_of_the_implicit_check() -> None:
     services = shown(service(), service("ours", kind="system"))
 
     assert monit_text.summary(services, MACHINE).splitlines()[2:] == [
@@ -348,7 +348,7 @@ def test_monit_command_reports_the_same_version_as_on_stemcells(capfd: pytest.Ca
 
 
 @pytest.mark.parametrize("form", [["-t", "{file}"], ["-t", "-c", "{file}"], ["-c{file}", "-t"], ["-t", "-b", "{base}"]])
-def test_monit_option_t_checks_the_control_file_syntax(
+def test_monit_t_option_checks_the_control_file_syntax(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], form: list[str]
 ) -> None:
     file = tmp_path / "monit/job/0000_web.monitrc"

@@ -1,4 +1,4 @@
-"""Reads and writes release.MF and compiled release tarballs in the Go agent's format."""
+"""Tests reading and writing release.MF and compiled release tarballs in the Go agent's format."""
 
 from __future__ import annotations
 
@@ -42,10 +42,7 @@ def names(packages: Sequence[SourcePackage]) -> list[str]:
 
 
 def test_release_manifest_values_are_read_as_text() -> None:
-    """YAML would read the version ``1.10`` as the number 1.1, and the hash ``12e34`` as a number with an exponent.
-
-    Null counts as missing, and unknown keys are ignored.
-    """
+    """YAML would read the version ``1.10`` as the number 1.1, and the hash ``12e34`` as a number with an exponent."""
     manifest = release_tarball.parse_manifest(
         b"name: a\nversion: 1.10\ncommit_hash: 12e34\nuncommitted_changes: true\nmore: 1\n"
         b"jobs: [{name: j, version: 010, packages: [p]}]\n"
@@ -64,9 +61,6 @@ def test_invalid_release_manifest_is_rejected(raw: bytes) -> None:
 
 
 def test_compiled_release_manifest_has_the_same_members_as_the_go_agents() -> None:
-    """The members are in the same order as in the Go agent's manifest. Text that a YAML parser could read as a number
-    is quoted.
-    """
     manifest = ReleaseManifest("a", "1.10", "12e34", license=License("l", "l", "l"), packages=[source("p")])
     compiled = release_tarball.compiled_manifest(manifest, [CompiledPackage("p", "1", "1", "5", "debian-x/1", ["q"])])
     raw = release_tarball.render_manifest(compiled)
@@ -118,7 +112,6 @@ def test_cyclic_or_missing_package_dependencies_are_rejected(packages: list[Sour
 @pytest.mark.parametrize("mode", ["w:gz", "w"])
 @pytest.mark.parametrize("name", ["release.MF", "./release.MF"])
 def test_release_manifest_is_found_in_any_tarball(tmp_path: Path, mode: Literal["w", "w:gz"], name: str) -> None:
-    """The tarball may be compressed, and names in it may begin with ``./``."""
     path = tarball(tmp_path / "r", ("jobs/release.MF", b"name: no"), (name, b"name: a\nversion: 1"), mode=mode)
 
     assert release_tarball.read_manifest(path) == ReleaseManifest("a", "1")
@@ -142,7 +135,6 @@ def test_release_that_cannot_be_compiled_is_rejected(tmp_path: Path, manifest: b
 
 
 def test_release_packages_are_extracted_and_verified(tmp_path: Path) -> None:
-    """A file with a wrong digest is deleted. A package that is unknown or missing is an error."""
     manifest = ReleaseManifest("a", "1", packages=[source("p"), source("q")])
     good = tarball(tmp_path / "good.tgz", ("packages/", None), ("./packages/q.tgz", b"q"), ("packages/p.tgz", b"p"))
     into = tmp_path / "blobs"
@@ -185,9 +177,6 @@ REST = [("license.tgz", b"license"), ("LICENSE", b"free")]
 def test_compiled_packages_replace_the_sources_in_the_release(
     tmp_path: Path, packages: list[tuple[str, bytes | None]]
 ) -> None:
-    """The original tarball may lack an entry for ``packages`` itself. All files in the new one have mode 0644, owner
-    root and timestamp 0.
-    """
     before = [("release.MF", b"name: a"), ("jobs/", None), ("jobs/web.tgz", b"web")]
     path = tarball(tmp_path / "r.tgz", *before, *packages, *REST)
     (tmp_path / "blob").write_bytes(b"compiled")

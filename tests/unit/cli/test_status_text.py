@@ -1,4 +1,4 @@
-"""The output of ``agent-shim status``."""
+"""Tests the output of ``agent-shim status``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_status_durations_have_at_most_two_units(seconds: int, text: str) -> Non
 
 
 def shown(**members: Any) -> dict[str, Any]:
-    """Return a status as it is sent over the control socket."""
+    """Return a status with these members, in the form in which it is sent over the control socket."""
     process = {
         "name": "web",
         "job": "web",
@@ -111,7 +111,7 @@ def test_colours_do_not_change_the_status_text() -> None:
     assert "\x1b[1;31m93 %" in painted
 
 
-def test_status_of_an_agent_without_settings_says_so() -> None:
+def test_status_shows_that_the_agent_waits_for_settings() -> None:
     page = status_text.render(
         shown(
             phase="waiting for settings",
@@ -131,7 +131,7 @@ def many(count: int) -> dict[str, Any]:
     return shown(processes=[*({**web, "name": f"web-{number}"} for number in range(count - 1)), worker])
 
 
-def test_status_watch_of_two_hundred_jobs_fits_the_screen_and_shows_the_failing_one() -> None:
+def test_status_watch_with_two_hundred_jobs_fits_the_screen_and_shows_the_failing_job() -> None:
     lines = status_text.render(many(200), columns=80, lines=24).splitlines()
 
     assert len(lines) == 24
@@ -223,7 +223,6 @@ def test_status_details_show_the_last_events() -> None:
 
 
 def test_status_reasons_and_warnings_are_wrapped() -> None:
-    """Lines wrap at words to fit the width of the terminal. In a pipe, each text stays on a single line."""
     status = shown() | {
         "warnings": ["the jobs cannot be started: pre-start: 1 of 1 pre-start scripts failed. web: x"],
         "firewall": {"why": f"needs root and the base directory /var/vcap {'/long' * 20}"},

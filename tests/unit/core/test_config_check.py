@@ -1,4 +1,4 @@
-"""Errors in configuration documents, and the example in docs/configuration.md that sets all options."""
+"""Tests the errors in configuration documents, and the example in docs/configuration.md that sets all options."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def test_config_check_names_each_wrong_member_with_its_path(value: object, said:
 
 
 @pytest.mark.parametrize("value", [3, None, [], {"bynmae": 3}])
-def test_config_check_lists_unknown_keys_of_any_document(value: object) -> None:
+def test_config_check_lists_unknown_keys(value: object) -> None:
     assert len(list(config_check.unknown_keys(value, Outer))) == isinstance(value, dict)
 
 
-def test_unknown_key_without_a_similar_one_gets_no_suggestion() -> None:
+def test_unknown_key_without_a_similar_key_gets_no_suggestion() -> None:
     assert config_check.did_you_mean("zzz", ["level"]) == ""
 
 
-def test_documented_example_of_agent_json_sets_every_option() -> None:
+def test_documented_agent_json_example_sets_every_option() -> None:
     example = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)[0].encode()
     unknown: list[str] = []
     config = settings.parse_config(example, origin="the page", unknown=unknown)

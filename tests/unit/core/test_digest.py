@@ -1,4 +1,4 @@
-"""Digests of streams. ``contract/test_digests.py`` tests the notation of digests and their errors."""
+"""Tests digests of streams. ``contract/test_digests.py`` tests digest notation and errors."""
 
 from __future__ import annotations
 

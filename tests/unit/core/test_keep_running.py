@@ -1,4 +1,4 @@
-"""Root tasks, which are meant to run until the agent exits and are restarted if they stop."""
+"""Tests root tasks, which are meant to run until the agent exits and are restarted if they stop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def failing(times: int, then: asyncio.Event) -> Callable[[], Awaitable[None]]:
 
 @pytest.mark.parametrize(("times", "is_vital"), [(20, False), (keep_running.MAX_FAILURES, True)])
 async def test_failed_root_task_is_restarted_and_counted(times: int, is_vital: bool) -> None:
-    """A vital task may fail only ``MAX_FAILURES`` times. Any other task may fail any number of times."""
     lasts = asyncio.Event()
     working = asyncio.create_task(keep_running.run_forever("watch", failing(times, lasts), is_vital=is_vital))
     async with asyncio.timeout(10):
@@ -45,8 +44,7 @@ async def test_failed_root_task_is_restarted_and_counted(times: int, is_vital: b
     assert keep_running.failures == {"watch": times}
 
 
-async def test_repeated_failure_of_a_vital_task_ends_the_agent() -> None:
-    """The error names the task and has the last failure as its cause."""
+async def test_repeated_failure_of_a_vital_task_stops_the_agent() -> None:
     with pytest.raises(RuntimeError, match="bus fails repeatedly") as raised:
         await keep_running.run_forever("bus", failing(keep_running.MAX_FAILURES + 1, asyncio.Event()), is_vital=True)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)

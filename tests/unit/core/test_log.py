@@ -1,4 +1,4 @@
-"""The agent's log: redaction of secrets, escaping, rotation, and slow readers of stderr."""
+"""Tests the agent's log: redaction of secrets, escaping, rotation, and slow readers of stderr."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ def test_log_line_has_level_logger_and_message_in_both_formats(form: str, setup:
 
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_extra_fields_are_logged_in_both_formats(form: str, setup: Callable[..., Path]) -> None:
-    """The log line contains no line break and no secret, whatever the fields contain."""
     stderr = setup(form=form)
 
     members = {"method": "a\nb", "seconds": 0.5, "error": "GET https://h/b?sig=abc failed"}
@@ -93,10 +92,9 @@ def test_extra_fields_are_logged_in_both_formats(form: str, setup: Callable[...,
     assert "\n" not in line
 
 
-@pytest.mark.attack("text of a job forges lines of the agent's log, of alerts or of an archive's remarks")
+@pytest.mark.attack("text from a job forges lines in the agent's log, in alerts or in an archive's remarks")
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_log_escapes_line_ends_and_terminal_sequences(form: str, setup: Callable[..., Path]) -> None:
-    """All line separators and both characters that start escape sequences are escaped, even in tracebacks."""
     stderr = setup(form=form)
 
     hostile = "a\n2026-01-01 ERROR forged\r\x1b[2J\x9b2J\u2028b\x85c"
@@ -114,7 +112,7 @@ def test_log_escapes_line_ends_and_terminal_sequences(form: str, setup: Callable
         assert all(line.startswith("  | ") for line in text.splitlines()[1:])
 
 
-@pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
+@pytest.mark.attack("a reader finds arguments, values or signed URLs in an audit record or an error")
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_traceback_shows_the_code_location_but_no_untrusted_text(form: str, setup: Callable[..., Path]) -> None:
     """Exceptions raised by Python or a library may quote the invalid input, which can contain secrets."""
@@ -153,7 +151,6 @@ def file(tmp_path: Path, setup: Callable[..., Path], monkeypatch: pytest.MonkeyP
 
 
 def test_log_file_contains_the_same_lines_as_stderr(file: Path) -> None:
-    """The file is created as soon as its directory exists, and only root and its group can read it."""
     log_message("too early")
     file.parent.mkdir()
     log_message("https://h/blob?sig=abc")
@@ -165,7 +162,6 @@ def test_log_file_contains_the_same_lines_as_stderr(file: Path) -> None:
 
 
 def test_large_log_file_is_rotated_to_a_single_older_file(file: Path) -> None:
-    """There are never more than two files, no matter how much is logged."""
     file.parent.mkdir()
     for number in range(100):
         log_message(f"line {number}")
@@ -205,10 +201,6 @@ def _lines(file: Path, name: str) -> list[str]:
 async def test_slow_stderr_reader_does_not_block_logging_and_dropped_lines_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every line is written to the file.
-
-    Lines that wait for stderr are written as soon as it accepts them, even if nothing more is logged.
-    """
     reading, writing = os.pipe()
     file = tmp_path / "current"
     monkeypatch.setattr(log, "MAX_WAITING_BYTES", 1 << 16)

@@ -1,4 +1,4 @@
-"""Escaping of untrusted text wherever it is shown."""
+"""Tests that untrusted text is escaped wherever it is shown."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_safe(text: str) -> bool:
     return text.isprintable()
 
 
-@pytest.mark.attack("text of a job sends control sequences to an operator's terminal")
+@pytest.mark.attack("text from a job sends control sequences to an operator's terminal")
 @nasty
 def test_safe_line_shows_escaped_characters(text: str) -> None:
     shown = safetext.line(f"before{text}after")
@@ -60,7 +60,7 @@ def test_safe_text_is_a_single_line_that_can_be_encoded(text: str) -> None:
     safetext.lines(text).encode()
 
 
-def test_safe_text_keeps_letters_of_all_languages() -> None:
+def test_safe_text_keeps_letters_from_all_languages() -> None:
     assert safetext.line("größe 大きさ حجم 🎉") == "größe 大きさ حجم 🎉"
     assert safetext.lines("a\tb\nc") == "a\tb\nc"
 
@@ -80,7 +80,7 @@ def test_safe_value_escapes_nested_values(text: str) -> None:
     assert shown[key][2:] == [1, None, True]
 
 
-@pytest.mark.attack("text of a job forges lines of the agent's log, of alerts or of an archive's remarks")
+@pytest.mark.attack("text from a job forges lines in the agent's log, in alerts or in an archive's remarks")
 @nasty
 def test_alert_text_is_safe_to_send_and_show(text: str) -> None:
     message = alerts.alert_of(f"web{text}", "Does not exist", "restart", f"ended{text}", [], 0)
@@ -91,7 +91,7 @@ def test_alert_text_is_safe_to_send_and_show(text: str) -> None:
     assert is_safe(alert["summary"].replace("\n", ""))
 
 
-@pytest.mark.attack("text of a job sends control sequences to an operator's terminal")
+@pytest.mark.attack("text from a job sends control sequences to an operator's terminal")
 @nasty
 def test_control_characters_in_job_output_are_escaped(text: str) -> None:
     written = f"said{text}".encode(errors="surrogatepass")
@@ -102,7 +102,7 @@ def test_control_characters_in_job_output_are_escaped(text: str) -> None:
     assert json.loads(line.as_json())["message"] == written.decode(errors="replace")
 
 
-@pytest.mark.attack("text of a job forges lines of the agent's log, of alerts or of an archive's remarks")
+@pytest.mark.attack("text from a job forges lines in the agent's log, in alerts or in an archive's remarks")
 @nasty
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_log_line_is_escaped(text: str, form: str) -> None:
@@ -119,7 +119,7 @@ SERVICE = {
 }  # fmt: skip
 
 
-@pytest.mark.attack("text of a job sends control sequences to an operator's terminal")
+@pytest.mark.attack("text from a job sends control sequences to an operator's terminal")
 @nasty
 def test_monit_output_is_escaped(text: str) -> None:
     shown = {"services": [SERVICE | {"name": f"web{text}", "reason": f"ended{text}"}], "uptime_secs": 1}
@@ -130,7 +130,7 @@ def test_monit_output_is_escaped(text: str) -> None:
         assert "forged" not in [line.strip() for line in page.split("\n")]
 
 
-@pytest.mark.attack("text of a job sends control sequences to an operator's terminal")
+@pytest.mark.attack("text from a job sends control sequences to an operator's terminal")
 @nasty
 def test_status_table_is_escaped(text: str) -> None:
     page = status_text.render(safetext.value(shown(processes=[SERVICE | {"name": f"web{text}", "reason": text}])))

@@ -1,4 +1,4 @@
-"""Settings: precedence of sources, tolerated mistakes, and errors with their location."""
+"""Tests settings: precedence of sources, tolerated errors, and error messages with their location."""
 
 from __future__ import annotations
 
@@ -48,14 +48,12 @@ def test_ssh_port_is_configurable(raw: bytes, port: int) -> None:
     assert settings.parse_config(raw, origin="agent.json").shim.ssh.port == port
 
 
-def test_container_cpi_paths_are_read_without_a_file_source() -> None:
+def test_container_cpi_settings_files_are_read_if_no_source_is_configured() -> None:
     assert settings.parse_config(b"{}", origin="agent.json").settings_files(Paths()) == list(settings.CPI_SETTINGS)
 
 
-def test_all_container_cpi_paths_are_read_if_one_is_configured() -> None:
-    """An official stemcell always names the settings file of the warden CPI but may be used with another CPI, so the
-    agent must read the paths of all CPIs.
-    """
+def test_all_container_cpi_settings_files_are_read_if_one_is_configured() -> None:
+    """An official stemcell always names the warden CPI's settings file but may be used with another CPI."""
     first, second, third = settings.CPI_SETTINGS
     raw = b'{"Infrastructure":{"Settings":{"Sources":[{"Type":"File","SettingsPath":"%s"}]}}}' % bytes(second)
 
@@ -63,7 +61,7 @@ def test_all_container_cpi_paths_are_read_if_one_is_configured() -> None:
 
 
 @pytest.mark.parametrize("named", ["/var/vcap/bosh/warden-cpi-agent-env.json", "/var/vcap/bosh/mine.json", None])
-def test_agent_with_another_base_directory_does_not_read_settings_outside_it(named: str | None) -> None:
+def test_agent_with_a_custom_base_directory_does_not_read_settings_outside_it(named: str | None) -> None:
     sources = [{"Type": "File", "SettingsPath": named}] if named else []
     raw = json.dumps({"Infrastructure": {"Settings": {"Sources": sources}}}).encode()
     found = settings.parse_config(raw, origin="agent.json").settings_files(Paths(Path("/tmp/x")))
@@ -124,17 +122,14 @@ AUTHORITY = Authority()
 
 
 def since(seconds: float) -> dict[str, str]:
-    """Return credentials with a certificate that became valid this many seconds ago."""
+    """Return credentials with a certificate that became valid ``seconds`` ago."""
     pair = AUTHORITY.agent("a-1", valid=(-seconds, HOUR))
     return {"ca": AUTHORITY.ca, "certificate": pair.certificate, "private_key": pair.private_key}
 
 
 @pytest.mark.parametrize(("document", "stored", "winner"), [(60, 120, "document"), (120, 60, "stored")])
 def test_newer_of_two_bus_certificates_is_used(document: int, stored: int, winner: str) -> None:
-    """The certificate in the CPI's Secret may be older or newer than the one that the Director has sent in a rotation.
-
-    The key and the CA always come from the same source as the certificate.
-    """
+    """The certificate in the CPI's Secret may be older or newer than the one that the Director sent in a rotation."""
     certs = {"document": since(document), "stored": since(stored)}
     found = effective(parsed(env={"bosh": {"mbus": {"cert": certs["document"]}}}), mbus={"cert": certs["stored"]})
 
@@ -142,10 +137,7 @@ def test_newer_of_two_bus_certificates_is_used(document: int, stored: int, winne
     assert found.mbus.private_key == certs[winner]["private_key"]
 
 
-def test_stored_bus_certificate_is_preferred_to_one_of_the_same_age() -> None:
-    """The Go agent always prefers the stored certificate. A certificate that cannot be parsed counts as older than one
-    that can.
-    """
+def test_stored_bus_certificate_wins_over_a_certificate_of_the_same_age() -> None:
     both = since(60)
     for document, stored in [(both, both | {"ca": "C2"}), (CERT, CERT | {"ca": "C2"}), (CERT, both | {"ca": "C2"})]:
         found = effective(parsed(env={"bosh": {"mbus": {"cert": document}}}), mbus={"cert": stored})
@@ -166,7 +158,6 @@ def test_all_known_credentials_are_tried_on_the_bus() -> None:
 
 
 def test_blobstore_uses_proxies_from_the_settings() -> None:
-    """The proxies in ``env`` apply to every kind of blobstore. Without them, no proxy is used."""
     env = {"http_proxy": "http://p:1", "no_proxy": "10.0.0.0/8", "https_proxy": None}
     found = effective(parsed(env=env), blobstores=[{"provider": "dav", "options": {"endpoint": "http://b"}}])
 
@@ -176,7 +167,7 @@ def test_blobstore_uses_proxies_from_the_settings() -> None:
     assert effective(parsed()).blobstore.proxies == {}
 
 
-def test_first_blobstore_of_the_newest_settings_is_used() -> None:
+def test_first_blobstore_in_the_newest_settings_is_used() -> None:
     top = parsed(blobstore={"provider": "local", "options": {"blobstore_path": "/b"}})
     env = parsed(
         blobstore={"provider": "local"}, env={"bosh": {"blobstores": [{"provider": "dav"}, {"provider": "s3"}]}}
@@ -254,7 +245,7 @@ def test_network_is_dynamic_unless_it_has_a_static_address(members: dict[str, An
     ],
 )
 def test_invalid_tmpfs_size_is_replaced_with_the_default(given: str, size: str) -> None:
-    """An invalid size could add another mount option, so the default is used instead."""
+    """The size becomes part of the mount options, so an invalid size could add another option."""
     assert settings.TmpfsDir(tmpfs=True, tmpfs_size=given).size("16m") == size
 
 
@@ -272,14 +263,14 @@ def test_invalid_tmpfs_size_is_replaced_with_the_default(given: str, size: str) 
     ],
 )
 def test_invalid_bus_address_is_rejected(mbus: str, is_good: bool) -> None:
-    """An HTTPS address may have no host, because the agent itself listens there and may do so on all addresses."""
+    """An HTTPS address need not contain a host, because the agent itself listens there, possibly on all addresses."""
     found = settings.Effective(parsed(mbus=mbus), settings.UpdateSettings())
 
     with contextlib.nullcontext() if is_good else pytest.raises(SettingsError, match=r"\$\.mbus"):
         settings.require_bus(found, "the file")
 
 
-def test_settings_error_lists_only_a_few_of_many_mistakes() -> None:
+def test_settings_error_lists_only_the_first_few_invalid_members() -> None:
     networks = {f"n{number}": {"ip": 7} for number in range(5000)}
     with pytest.raises(SettingsError) as caught:
         settings.parse(json.dumps({"agent_id": "a", "networks": networks}).encode(), origin="x")

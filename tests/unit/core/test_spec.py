@@ -1,4 +1,4 @@
-"""The apply spec: parsing, and the parts that are stored."""
+"""Tests parsing the apply spec, and the parts of it that are stored."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def test_invalid_spec_file_raises_an_action_error(raw: bytes) -> None:
 
 
 def test_stored_package_without_digest_is_read() -> None:
-    """A package without a digest may have been stored by an earlier apply without a configuration hash."""
+    """An earlier apply of a spec without a configuration hash may have stored a package without a digest."""
     assert spec.decode(b'{"packages": {"p": {"name": "p", "sha1": ""}}}').packages["p"].sha1 == ""

@@ -1,4 +1,4 @@
-"""Encoding of requests and replies: which requests are valid, and how replies are truncated."""
+"""Tests which requests are valid, and how replies are truncated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_requests_that_go_cannot_decode_are_rejected(raw: bytes) -> None:
 
 
 @pytest.mark.parametrize("raw", [b'{"METHOD":"a","method":"b"}', b'{"method":"a","METHOD":"b"}'])
-def test_last_of_several_request_members_that_differ_only_in_case_is_used(raw: bytes) -> None:
+def test_last_request_member_wins_if_names_differ_only_in_case(raw: bytes) -> None:
     assert wire.decode_request(raw).method == "b"
 
 
@@ -67,7 +67,7 @@ def test_long_exception_is_cut_in_the_middle_to_fit(text: str, limit: int) -> No
         assert text.endswith(tail)
 
 
-def test_truncation_of_a_reply_counts_json_escapes() -> None:
+def test_reply_truncation_counts_json_escapes() -> None:
     reply = wire.encode_exception('"\n' * wire.MAX_REPLY_BYTES, limit=wire.MAX_REPLY_BYTES)
 
     assert wire.MAX_REPLY_BYTES * 0.9 < len(reply) <= wire.MAX_REPLY_BYTES
@@ -92,7 +92,7 @@ class _Marked(msgspec.Struct, frozen=True):
     inner: wire.Internal[str] = "untouched"
 
 
-def test_lenient_member_of_a_wrong_type_is_ignored_and_reported() -> None:
+def test_lenient_member_with_the_wrong_type_is_ignored_and_reported() -> None:
     ignored: list[str] = []
 
     assert wire.convert({"Ours": 5, "inner": "set"}, _Marked, ignored) == _Marked()
@@ -101,9 +101,7 @@ def test_lenient_member_of_a_wrong_type_is_ignored_and_reported() -> None:
 
 @pytest.mark.parametrize("begin", [b'"', b"[" * 500 + b'"', b'{"a":"'], ids=["text", "deep", "member"])
 def test_unterminated_megabyte_string_is_rejected_quickly(begin: bytes) -> None:
-    """The parser must not search for the end of the string again after each escaped quote, because that would take
-    hours.
-    """
+    """If the parser searched for the end of the string again after each escaped quote, it would take hours."""
     with pytest.raises(wire.RequestError):
         wire.decode_request(begin + b'\\"' * 500_000)
 

@@ -1,4 +1,4 @@
-"""Validity periods of certificates, compared with those that another parser finds."""
+"""Tests how validity periods are read from certificates, by comparing the results with another parser's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def test_invalid_certificate_raises_value_error(pem: str) -> None:
 
 
 def test_truncated_certificate_raises_value_error() -> None:
-    """The certificate is truncated at many different positions."""
     import base64
 
     body = pki.Authority().agent("a1").certificate.split("-----")[2]
@@ -50,8 +49,7 @@ def test_truncated_certificate_raises_value_error() -> None:
             x509.validity(f"-----BEGIN CERTIFICATE-----{cut}=\n-----END CERTIFICATE-----")
 
 
-def test_all_certificates_of_a_bundle_are_read_in_order() -> None:
-    """Text between certificates is skipped, and certificates that cannot be parsed are left out."""
+def test_all_certificates_in_a_bundle_are_read_in_order() -> None:
     authority = pki.Authority()
     leaf = authority.agent("a1", valid=(-60.0, 60.0)).certificate
     broken = "-----BEGIN CERTIFICATE-----\nMIIF\n-----END CERTIFICATE-----"
@@ -64,6 +62,6 @@ def test_all_certificates_of_a_bundle_are_read_in_order() -> None:
 
 
 def test_megabyte_of_unterminated_certificates_is_read_quickly() -> None:
-    """The parser must not search for the end of a certificate anew at each beginning, because that would take hours."""
+    """If the parser searched for an end line again after each ``BEGIN`` line, it would take hours."""
     assert x509.validities("-----BEGIN CERTIFICATE-----" * 40_000) == []
     assert len(list(x509.blocks("-----BEGIN CERTIFICATE-----" * 40_000 + "-----END CERTIFICATE-----"))) == 1

@@ -1,4 +1,4 @@
-"""Boot: the directories that it creates, the leftovers that it removes, and the steps that run late."""
+"""Tests the directories that the boot creates, the leftovers that it removes, and the steps that run late."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from agent_shim.host import cgroups, files
 from tests.support.world import world
 
 
-def test_boot_removes_task_results_of_earlier_versions(tmp_path: Path) -> None:
-    """Results that an earlier version left on disk may contain secrets."""
+def test_boot_removes_task_results_from_earlier_versions(tmp_path: Path) -> None:
     paths = Paths(tmp_path)
     left = paths.tmp / "outcomes/3"
     left.parent.mkdir(parents=True)
@@ -40,7 +39,7 @@ async def test_boot_removes_temporary_files_of_a_killed_agent(tmp_path: Path) ->
 
 
 def test_boot_makes_agent_directories_private(tmp_path: Path) -> None:
-    """The directories contain sockets, process plans, settings, and blobs with rendered templates, which are all
+    """The directories contain sockets, process plans, settings, and blobs with rendered templates. All of these are
     secret.
     """
     paths = Paths(tmp_path)
@@ -60,7 +59,7 @@ def test_boot_makes_agent_directories_private(tmp_path: Path) -> None:
 
 def test_job_directories_have_the_same_modes_as_under_the_go_agent(tmp_path: Path) -> None:
     """The expected modes are those of ``SetupLogDir``, ``SetupRunDir`` and ``SetupDataDir`` in
-    platform/linux_platform.go. Every job may write to sys/run.
+    platform/linux_platform.go.
     """
     paths = Paths(tmp_path)
     boot.make_tree(paths)
@@ -77,7 +76,7 @@ def test_job_directories_have_the_same_modes_as_under_the_go_agent(tmp_path: Pat
     assert {path: oct(stat.S_IMODE(path.stat().st_mode)) for path in modes} == modes
 
 
-async def test_boot_steps_that_the_bus_does_not_need_run_late(tmp_path: Path) -> None:
+async def test_boot_steps_not_needed_for_the_bus_run_late(tmp_path: Path) -> None:
     """Late steps run while the agent connects, because the programs that they run take most of a second."""
     async with world(tmp_path) as made:
         steps = boot.steps(made.agent, JobRecovery(made.agent, made.events.append))
@@ -88,7 +87,6 @@ async def test_boot_steps_that_the_bus_does_not_need_run_late(tmp_path: Path) ->
 
 
 async def test_boot_removes_leftovers_of_a_killed_agent(tmp_path: Path) -> None:
-    """The leftovers are, for example, unfinished packages, the sources of a compilation, and log archives."""
     async with world(tmp_path) as made:
         paths = made.agent.paths
         left = [files.sibling(paths.packages / "a"), paths.compile / "a", files.sibling(paths.bundled_logs / "a.tgz")]
@@ -102,9 +100,8 @@ async def test_boot_removes_leftovers_of_a_killed_agent(tmp_path: Path) -> None:
 
 
 async def test_agent_without_root_clears_memory_oom_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container whose user is not root, the runtime may have given the cgroup to this user.
-
-    If the agent cannot write to the cgroup, the boot step must report what an out-of-memory kill does.
+    """If a container runs as an ordinary user, the runtime may have made this user the owner of the cgroup. If the
+    agent cannot write to the cgroup, the boot step must report what an out-of-memory kill would do.
     """
     group = tmp_path / "cgroup/memory.oom.group"
     group.parent.mkdir()

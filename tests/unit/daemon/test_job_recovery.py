@@ -1,4 +1,4 @@
-"""Requests that arrive while jobs are being recovered, with a real task queue and a fake supervisor."""
+"""Tests requests that arrive while jobs are being recovered, with a real task queue and a fake supervisor."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def _work() -> Any:
 
 
 @pytest.mark.parametrize("method", ["apply", "drain", "migrate_disk", "run_script", "stop", "unmount_disk"])
-async def test_request_that_changes_jobs_cancels_the_pre_start_of_a_recovery(
+async def test_request_that_changes_jobs_cancels_the_pre_start_during_recovery(
     recovering: RecoveringAgent, method: str
 ) -> None:
     """Requests such as a stop must not wait for a pre-start that may hang."""
@@ -92,7 +92,7 @@ async def test_request_that_changes_jobs_cancels_the_pre_start_of_a_recovery(
 
 
 @pytest.mark.parametrize("method", ["fetch_logs", "compile_package", "ssh"])
-async def test_request_that_changes_no_job_waits_for_the_pre_start_of_a_recovery(
+async def test_request_that_changes_no_job_waits_for_the_pre_start_during_recovery(
     recovering: RecoveringAgent, method: str
 ) -> None:
     task = recovering.tasks.submit(method, _work)

@@ -1,4 +1,4 @@
-"""The values in the metrics and in the status, and the source of each value."""
+"""Tests the values in the metrics and in the status, and the source of each value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agent_shim.supervisor.history import Happening
 
 
 def live(tmp_path: Path, **others: Any) -> Runtime:
-    """Return a runtime in which each figure has a different value, so that mixed-up sources are found."""
+    """Return a runtime in which each figure has a different value, so that the tests notice mixed-up sources."""
     mbus = Mbus(("nats://127.0.0.1:1",), "ca", "certificate", "key")
     process = SimpleNamespace(name="web", state="running")
     services = [SimpleNamespace(process=process, pid=0, faults=[], state="running", last_exit="")]
@@ -51,7 +51,7 @@ def live(tmp_path: Path, **others: Any) -> Runtime:
     return cast("Runtime", SimpleNamespace(**made | others))
 
 
-def test_metrics_readings_contain_the_values_of_every_component(
+def test_metrics_readings_contain_the_values_from_every_component(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "os-release").write_text('PRETTY_NAME="Debian GNU/Linux 12"\nID=debian\nVERSION_CODENAME=bookworm\n')
@@ -155,10 +155,7 @@ def test_metrics_of_an_idle_agent_show_no_task_or_migration(tmp_path: Path) -> N
 
 
 def test_readiness_shows_no_job_output(tmp_path: Path) -> None:
-    """Anyone may query the readiness, so it must not contain the output of a job's scripts, which may contain secrets.
-
-    The output is only in the status.
-    """
+    """Anyone may query the readiness, and the output of a job's scripts may contain secrets."""
     names = "pre-start: 1 of 2 pre-start scripts failed. Failed Jobs: a-b. Successful Jobs: c."
     alone = SimpleNamespace(obstacle=f"{names} a-b: token: secret", failure="x")
 

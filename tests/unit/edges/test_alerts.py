@@ -1,4 +1,4 @@
-"""Alerts: their content, their order, and how often they are sent to the Health Monitor."""
+"""Tests alerts: their content, their order, and how often they are sent to the Health Monitor."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ KINDS = (
     ],
 )
 def test_s8_alert_severities_match_the_go_agent(event: str, severity: int) -> None:
-    """The event's name is not case-sensitive. An unknown event is critical."""
     message = alert_of("web", event, "restart", "", [], 0)
 
     assert message is not None
@@ -67,7 +66,6 @@ def test_s8_recoveries_send_no_alert(event: str) -> None:
 
 
 def test_s8_alert_message_matches_the_go_agent() -> None:
-    """Addresses are sorted as text, the event name keeps its case, and the time is in whole seconds."""
     told = protocol.message("alert")
     ips = ["192.168.7.9", "10.0.0.5"]
     message = json.loads(alert_of("nats", "Does not exist", "restart", told["summary"], ips, 1306076861.7) or b"")
@@ -77,10 +75,7 @@ def test_s8_alert_message_matches_the_go_agent() -> None:
 
 
 def test_s8_alert_ids_are_unique() -> None:
-    """The Health Monitor drops an alert with an id that it has already seen.
-
-    The title of an alert without addresses has no parentheses.
-    """
+    """The Health Monitor drops an alert with an id that it has already seen."""
     messages = [json.loads(alert_of("a", "Timeout", "alert", "", [], 0) or b"") for _ in range(100)]
 
     assert len({message["id"] for message in messages}) == 100
@@ -127,7 +122,6 @@ def fail(queue: Alerts, service: str, event: str = "Does not exist") -> None:
 
 
 async def test_alerts_are_kept_until_the_bus_is_connected() -> None:
-    """An event that occurs without a connection is sent when the bus is back."""
     bus = SwitchedBus()
     bus.is_up = False
     async with sending(bus) as queue:
@@ -147,7 +141,6 @@ async def test_alerts_are_kept_until_the_bus_is_connected() -> None:
 
 
 async def test_oldest_alerts_are_dropped_when_the_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit bounds the memory if the bus is down for a long time."""
     monkeypatch.setattr(alerts, "MAX_QUEUED", 3)
     bus = SwitchedBus()
     bus.is_up = False
@@ -162,7 +155,7 @@ async def test_oldest_alerts_are_dropped_when_the_queue_is_full(monkeypatch: pyt
 
 
 async def test_dropping_an_alert_that_is_being_sent_does_not_drop_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The queue may overflow and drop an alert while it is being sent. No other alert must be dropped in its place."""
+    """The queue may overflow while its oldest alert is being sent."""
     monkeypatch.setattr(alerts, "MAX_QUEUED", 2)
     bus = SwitchedBus()
     async with sending(bus) as queue:
@@ -176,7 +169,6 @@ async def test_dropping_an_alert_that_is_being_sent_does_not_drop_another(monkey
 
 
 async def test_repeated_alert_is_sent_once_within_the_quiet_time() -> None:
-    """Repetitions are counted but not sent. An alert about another process or another event is sent."""
     bus = SwitchedBus()
     async with sending(bus) as queue:
         for _ in range(50):

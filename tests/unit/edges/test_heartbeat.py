@@ -1,4 +1,4 @@
-"""Heartbeats keep their schedule, even if vitals or the bus are slow."""
+"""Tests that heartbeats keep their schedule, even if vitals or the bus are slow."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.support.waiting import until
 
 
 class HeartbeatParts:
-    """Stand-ins for what a heartbeat needs: vitals that can be slow or fail, a state to report, and a bus that records
-    heartbeats.
+    """Stand-ins for the parts that a heartbeat needs: vitals that can be slow or fail, a state to report, and a bus
+    that records heartbeats.
     """
 
     def __init__(self) -> None:
@@ -103,9 +103,7 @@ def run_without_waiting(play: Coroutine[Any, Any, None], monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("slowness", [0.0, 0.5, 0.999, 1.5, 29.5, 31.5, 100.0, 3600.0])
 def test_s7_heartbeats_keep_a_fixed_schedule(monkeypatch: pytest.MonkeyPatch, slowness: float) -> None:
-    """In an hour, 120 heartbeats are sent. Each is at most 1 s later than a multiple of 30 s, however long the
-    measurements take.
-    """
+    """In an hour, 120 heartbeats are sent. Each is at most 1 s later than a multiple of 30 s."""
     world = HeartbeatParts()
     world.slowness = slowness
 
@@ -122,7 +120,6 @@ def test_s7_heartbeats_keep_a_fixed_schedule(monkeypatch: pytest.MonkeyPatch, sl
 
 
 def test_extra_heartbeats_do_not_shift_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each extra heartbeat is sent within a second, which is the time allowed for vitals."""
     world = HeartbeatParts()
     world.slowness = 5.0
     requested_at = [3.0, 29.5, 45.0, 89.999, 90.001]
@@ -145,7 +142,7 @@ def test_extra_heartbeats_do_not_shift_the_schedule(monkeypatch: pytest.MonkeyPa
 
 
 def test_missed_heartbeats_are_not_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the whole machine pauses, the schedule continues afterwards, but the missed heartbeats are not sent."""
+    """If the whole machine pauses, the schedule continues afterwards."""
     world = HeartbeatParts()
 
     async def play() -> None:
@@ -166,7 +163,7 @@ async def test_slow_vitals_do_not_delay_a_heartbeat() -> None:
     async with beating(world, period=0.05, collect_s=0.02) as heart:
         await until(lambda: bool(world.vitals) and world.vitals[-1] is not None)
         world.can_measure.clear()
-        held, begun = len(world.beats) + 1, world.measured  # one more, because a measurement may just have ended
+        held, begun = len(world.beats) + 1, world.measured  # Add one, because a measurement may just have ended.
         await until(lambda: len(world.beats) >= held + 2)
         world.state = "failing"
         told = len(world.beats) + 1
@@ -210,7 +207,7 @@ async def test_heartbeat_without_a_connection_is_skipped() -> None:
 
 
 def test_s7_heartbeat_has_the_same_members_as_the_go_agents() -> None:
-    """A heartbeat has no further members, because the Health Monitor would drop a heartbeat with an id or a time."""
+    """The Health Monitor would drop a heartbeat with an id or a time."""
     given = protocol.message("heartbeat")
 
     assert msgspec.to_builtins(Message(**given)) == given

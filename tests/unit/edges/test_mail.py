@@ -1,4 +1,4 @@
-"""Mails about events, as monit 5.2.5 writes them for the Go agent. ``test_monit_daemon.py`` tests their delivery."""
+"""Tests emails about events, which have the format of monit 5.2.5. ``test_monit_daemon.py`` tests their delivery."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lines(**options: object) -> list[str]:
 
 
 def test_mail_follows_the_format_in_a_stemcells_control_file() -> None:
-    """A line break in a job's output must not add a line to the headers or the body of the mail."""
+    """A line break in a job's output must not add a line to the email's headers or body."""
     found = lines(mail_format=FORMAT)
     head, body = found[: found.index("")], found[found.index("") + 1 :]
 

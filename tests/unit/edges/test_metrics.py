@@ -1,4 +1,4 @@
-"""The text of the metrics page, and the parsing of addresses for the HTTP server. No socket is opened."""
+"""Tests the text of the metrics page, and how addresses for the HTTP server are parsed. No socket is opened."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support import metrics_page
 
 
 def service(name: str, state: str = "running", pid: int = 12, mem_kb: int = 0, **members: Any) -> ServiceInfo:
-    """Return the information about a service of kind ``process``."""
+    """Return the information about a ``process`` service."""
     some: dict[str, Any] = {
         "job": "",
         "kind": "process",
@@ -86,7 +86,7 @@ class Clock:
 
 
 def samples(page: bytes) -> dict[str, float]:
-    """Return all samples of a text page, as ``name{label="value"}``."""
+    """Return all samples in a text page, as ``name{label="value"}``."""
     found = {}
     for family in parse_text(page.decode()):
         for sample in family.samples:
@@ -108,7 +108,6 @@ def test_documented_metric_labels_match_the_metrics_page() -> None:
 
 
 def test_metrics_page_has_a_sample_for_each_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All values are in base units, such as bytes and seconds."""
     monkeypatch.setattr(proc, "open_files", {12: 7}.get)
     found = samples(asyncio.run(Metrics(lambda: FULL).render()))
 
@@ -195,7 +194,6 @@ def test_metrics_page_omits_unknown_readings() -> None:
 
 
 def test_openmetrics_and_text_format_have_the_same_number_of_samples() -> None:
-    """The OpenMetrics page must also be valid for a strict parser."""
     made = Metrics(lambda: FULL, ["ping"])
     made.action_done("ping", "done", 0.001)
 
@@ -205,7 +203,6 @@ def test_openmetrics_and_text_format_have_the_same_number_of_samples() -> None:
 
 
 def test_actions_are_counted_by_outcome_and_timed_by_method() -> None:
-    """The buckets of the duration histogram are cumulative."""
     made = Metrics(Readings, ["ping", "apply"])
     made.action_done("ping", "done", 0.001)
     made.action_done("ping", "failed", 0.005)
@@ -222,7 +219,7 @@ def test_actions_are_counted_by_outcome_and_timed_by_method() -> None:
 
 
 def test_unknown_methods_share_a_single_metric_series() -> None:
-    """All unknown methods and outcomes share the label ``other``, so that clients cannot create unlimited series."""
+    """Otherwise, clients could create unlimited series by inventing methods."""
     made = Metrics(Readings, ["ping"])
     for number in range(1000):
         made.action_done(f"invented_{number}", f"odd_{number}", 0.001)
@@ -232,17 +229,15 @@ def test_unknown_methods_share_a_single_metric_series() -> None:
     assert found == {'agent_shim_actions_total{method="other",outcome="other"}': 1000}
 
 
-@pytest.mark.attack("text of a job creates series or forges lines on the metrics page")
+@pytest.mark.attack("text from a job creates series or forges lines on the metrics page")
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "a\udcffb", "ä"])
 def test_process_name_cannot_corrupt_the_metrics_page(name: str) -> None:
-    """Quotes, line ends and invalid bytes in a name must not change any other line."""
     page = asyncio.run(Metrics(lambda: Readings(processes=[service(name)])).render())
 
     assert len([key for key in samples(page) if key.startswith("agent_shim_process_up{")]) == 1
 
 
 def test_metrics_page_is_cached_for_a_second() -> None:
-    """Ten simultaneous scrapes cause the values to be read only once."""
     clock, taken = Clock(), []
 
     def read() -> Readings:
@@ -259,7 +254,6 @@ def test_metrics_page_is_cached_for_a_second() -> None:
 
 
 def test_number_of_metric_series_is_limited() -> None:
-    """200 jobs and 40 methods produce at most 4000 samples."""
     many = Readings(
         bus=FULL.bus,
         figures=FULL.figures,
@@ -272,8 +266,8 @@ def test_number_of_metric_series_is_limited() -> None:
     assert len(samples(asyncio.run(made.render()))) <= 4000
 
 
-def test_metric_series_of_a_process_do_not_depend_on_its_state() -> None:
-    """If a label depended on the process's state, each change of the state would create new series."""
+def test_process_metric_series_do_not_depend_on_the_process_state() -> None:
+    """If a label depended on the process's state, each state change would create new series."""
     quiet = Metrics(lambda: Readings(processes=[service("web", "starting", 0)]))
     lively = Metrics(
         lambda: Readings(
@@ -295,13 +289,11 @@ def test_metric_series_of_a_process_do_not_depend_on_its_state() -> None:
     ],
 )
 def test_http_address_is_parsed(text: str, where: tuple[str, int] | None) -> None:
-    """The format is ADDR:PORT, with brackets around an IPv6 address, or ``off``."""
     assert http_server.parse_address(text) == where
 
 
 @pytest.mark.parametrize("text", ["", "9190", ":9190", "host:", "host:x", "host:65536", "host:-1", "host:١"])
 def test_invalid_http_address_error_contains_the_expected_format(text: str) -> None:
-    """The error contains the invalid address and the expected format."""
     with pytest.raises(ConfigError, match=r"cannot listen on .*: the address must be ADDR:PORT or off"):
         http_server.parse_address(text)
 
@@ -325,9 +317,6 @@ async def test_open_files_are_counted_in_a_thread(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_compressed_metrics_page_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page is compressed once and not for each request, because anyone with access to the endpoint may request it
-    very often.
-    """
     packed = []
 
     def compress(page: bytes, *_: int) -> bytes:

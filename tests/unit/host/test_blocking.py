@@ -1,4 +1,4 @@
-"""Blocking work in threads: calls that may hang, and the pool of ``asyncio.to_thread``."""
+"""Tests blocking work in threads: calls that may hang, and the thread pool that ``asyncio.to_thread`` uses."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ async def test_blocking_call_returns_results_and_raises_errors() -> None:
         await blocking.call("x", lambda: 1 // 0)
 
 
-async def test_hanging_call_ends_at_its_timeout_and_delays_only_its_owner() -> None:
-    """While a call hangs, further calls by the same owner do not occupy another thread."""
+async def test_hanging_call_times_out_and_delays_only_calls_with_the_same_owner() -> None:
     gate = threading.Event()
     before = set(threading.enumerate())
     try:
@@ -36,7 +35,7 @@ async def test_hanging_call_ends_at_its_timeout_and_delays_only_its_owner() -> N
     assert await blocking.call("evil", lambda: 7) == 7
 
 
-async def test_number_of_hanging_calls_is_limited_except_for_urgent_ones() -> None:
+async def test_hanging_calls_are_limited_unless_they_are_urgent() -> None:
     gate = threading.Event()
     before = set(threading.enumerate())  # one of these threads may be about to end
     try:
@@ -52,7 +51,6 @@ async def test_number_of_hanging_calls_is_limited_except_for_urgent_ones() -> No
 
 
 async def test_result_of_a_cancelled_call_is_dropped() -> None:
-    """A result that arrives after a cancellation must not cause an error."""
     gate = threading.Event()
     waiting = asyncio.create_task(blocking.call("late", gate.wait, timeout=30))
     await asyncio.sleep(0)
@@ -69,7 +67,6 @@ def no_thread(_self: threading.Thread) -> None:
 async def test_call_whose_thread_cannot_start_raises_an_os_error_and_does_not_block_later_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Callers can handle the error like any other ``OSError``."""
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_thread)
         with pytest.raises(OSError, match="can't start new thread"):
@@ -81,7 +78,6 @@ async def test_call_whose_thread_cannot_start_raises_an_os_error_and_does_not_bl
 
 
 def test_thread_pool_starts_all_threads_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool needs no new threads for later calls. If no thread can be started, creating a pool still succeeds."""
     threads = blocking.pool(3)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_thread)
@@ -90,8 +86,7 @@ def test_thread_pool_starts_all_threads_in_advance(monkeypatch: pytest.MonkeyPat
     threads.shutdown()
 
 
-def test_thread_pool_works_with_the_threads_that_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If only two of three threads could be started, calls run in those two."""
+def test_thread_pool_works_if_only_some_of_its_threads_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     start, left = threading.Thread.start, ["one", "two"]
 
     def started(thread: threading.Thread) -> None:

@@ -1,4 +1,4 @@
-"""Capabilities of the agent's process, as reported by the kernel."""
+"""Tests reading the capabilities of the agent's process from the kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ DOCKER = (
 
 
 def test_capabilities_are_read_from_the_status_file() -> None:
-    """The status file has the capability mask of a container with Docker's default capabilities."""
     assert capabilities.parse_status(STATUS) == Privileges(
         effective=frozenset(DOCKER.split()),
         no_new_privs=True,
@@ -43,7 +42,6 @@ def test_invalid_capability_mask_raises_an_error() -> None:
 
 
 def test_capabilities_of_the_real_kernel_can_be_read() -> None:
-    """A capability that is newer than the agent is shown by its number."""
     found = capabilities.privileges()
 
     assert all(name in capabilities.NAMES or name.isdigit() for name in found.effective)

@@ -1,4 +1,4 @@
-"""The container's limits and usage, read from files that imitate cgroup hierarchies."""
+"""Tests how the container's limits and usage are read, using files that imitate cgroup hierarchies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(directory: Path, files: Mapping[str, object]) -> None:
 
 
 def version_2(top: Path, *below: str) -> cgroups.Cgroup:
-    """Return a unified hierarchy mounted at ``top``, with the process in the last of the nested cgroups ``below``."""
+    """Return a unified hierarchy mounted at ``top``, with the process in the innermost of the cgroups ``below``."""
     levels = [top]
     for name in below:
         levels.append(levels[-1] / name)
@@ -63,7 +63,7 @@ def test_memory_is_read_from_cgroup_v2(tmp_path: Path) -> None:
 
 
 def test_memory_is_read_from_cgroup_v1(tmp_path: Path) -> None:
-    """The counter of version 1 contains memory and swap together, so memory usage is subtracted from it to get swap
+    """The version 1 counter contains memory and swap together, so memory usage is subtracted from it to get swap
     usage.
     """
     write(
@@ -104,8 +104,8 @@ def test_container_memory_is_unknown_without_a_limit_below_the_machines_memory(t
 
 
 def test_container_with_unlimited_swap_reports_the_machines_swap(tmp_path: Path) -> None:
-    """With the value ``max``, the container may use all of the machine's swap. If the swap files do not exist, the
-    container has no swap.
+    """With the value ``max``, the container may use all of the machine's swap. If the cgroup has no ``memory.swap``
+    files, the container has no swap.
     """
     write(tmp_path, {"memory.max": MIB, "memory.current": 5})
     without = cgroups.memory(version_2(tmp_path), HOST)
@@ -149,14 +149,14 @@ def test_lowest_cpu_quota_applies(tmp_path: Path) -> None:
     "quota", ["max 100000", f"{100000 * (os.cpu_count() or 1)} 100000", "0 0", "5 0", "5", "", "a b"]
 )
 def test_container_cpu_is_unknown_without_a_quota_below_the_machines_cpus(tmp_path: Path, quota: str) -> None:
-    """Without a quota, jobs can use all CPUs of the machine."""
+    """Without a quota, jobs can use all of the machine's CPUs."""
     write(tmp_path, {"cpu.max": quota, "cpu.stat": "user_usec 1\nsystem_usec 1"})
 
     assert cgroups.cpu_times(version_2(tmp_path), 20.0) is None
 
 
 def test_oom_kills_are_counted(tmp_path: Path) -> None:
-    """In version 2, the counter includes nested cgroups. Without the file, the count is unknown (None)."""
+    """In version 2, the counter includes nested cgroups. If there is no counter, the count is unknown (None)."""
     write(tmp_path, {"memory.max": MIB, "memory.events": "low 0\noom 4\noom_kill 3\noom_group_kill 0"})
     write(tmp_path / "leaf", {"memory.events": "oom_kill 0"})
     write(tmp_path / "memory", {"memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2"})
@@ -171,7 +171,7 @@ def test_oom_group_is_disabled_only_in_the_containers_own_cgroup(tmp_path: Path)
     """In a nested cgroup, the setting is kept, because the operator chose it, for example with ``OOMPolicy=kill`` in a
     systemd unit.
 
-    The root cgroup of a machine does not have the file.
+    A machine's root cgroup does not have this setting.
     """
     write(tmp_path / "leaf", {"memory.oom.group": "1\n"})
     assert cgroups.oom_group(version_2(tmp_path, "leaf")) is None
@@ -183,8 +183,8 @@ def test_oom_group_is_disabled_only_in_the_containers_own_cgroup(tmp_path: Path)
     assert (tmp_path / "leaf/memory.oom.group").read_text().strip() == "1"
 
 
-def test_oom_group_is_found_in_the_cgroup_namespace_of_the_host(tmp_path: Path) -> None:
-    """containerd leaves privileged containers in this namespace, where the top is the root cgroup of the machine. The
+def test_oom_group_is_found_in_the_hosts_cgroup_namespace(tmp_path: Path) -> None:
+    """containerd leaves privileged containers in this namespace, where the top is the machine's root cgroup. The
     container's cgroup is the one that also contains PID 1.
     """
     write(tmp_path / "leaf", {"memory.oom.group": "1\n", "cgroup.procs": "1\n17\n"})
@@ -247,7 +247,7 @@ def test_cgroup_contains_this_process_only_if_the_kernel_lists_it(tmp_path: Path
 
 
 def test_container_without_a_mounted_hierarchy_has_no_cgroup() -> None:
-    """Memory and CPU of the container are then unknown."""
+    """In this case, the container's memory and CPU usage are unknown."""
     assert cgroups.parse_membership("0::/\n", []) == cgroups.Cgroup()
     assert cgroups.memory(cgroups.Cgroup(), HOST) is None
     assert cgroups.cpu_times(cgroups.Cgroup(), 5.0) is None
@@ -258,7 +258,7 @@ def test_any_cgroup_membership_text_can_be_parsed(text: str) -> None:
     cgroups.parse_membership(text, mounts.parse(UNIFIED + SPLIT))
 
 
-def test_cgroup_of_this_machine_can_be_read() -> None:
+def test_this_machines_cgroup_can_be_read() -> None:
     """The real files must give a valid result on any machine, with or without limits."""
     host = host_stats.memory()
     found = cgroups.memory(cgroups.find(), host)

@@ -1,4 +1,4 @@
-"""Uptimes and timestamps."""
+"""Tests uptimes and timestamps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ def test_uptime_is_a_non_negative_integer(now: float, uptime_file: float, wall: 
 
 
 def test_uptime_counts_whole_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fractions of a second are rounded down."""
     monkeypatch.setattr(time, "clock_gettime", lambda _: 1000.5)
 
     assert clock.uptime_of(990 * clock.TICKS) == 10
@@ -39,7 +38,6 @@ def test_uptime_counts_whole_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_process_start_times_are_measured_with_the_boot_time_clock() -> None:
-    """According to the boot-time clock, the test process started less than a day ago and not in the future."""
     own = proc.stat(os.getpid())
     assert own is not None
 
@@ -47,6 +45,5 @@ def test_process_start_times_are_measured_with_the_boot_time_clock() -> None:
     assert clock.boot_time() - 86400 < own.start_ticks / clock.TICKS
 
 
-def test_wall_time_of_the_current_tick_is_the_current_time() -> None:
-    """The converted time may be off by little more than a tick."""
+def test_current_boot_ticks_convert_to_the_current_time() -> None:
     assert abs(clock.wall_time_of(clock.boot_ticks()) - time.time()) < 0.1

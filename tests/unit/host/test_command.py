@@ -1,4 +1,4 @@
-"""Short commands: their input, output, timeout and cancellation."""
+"""Tests the input, output, timeout and cancellation of short commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Atomic writes, directories with given modes, and symlinks that are not followed."""
+"""Tests atomic writes, directories with given modes, and symlinks that are not followed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def names_in(path: Path) -> list[str]:
 
 
 def test_atomically_written_file_has_the_given_content_and_mode(tmp_path: Path) -> None:
-    """The umask does not change the mode, and no temporary file is left."""
     path = tmp_path / "a.json"
     before = os.umask(0o077)
     try:
@@ -43,7 +42,7 @@ def test_atomically_written_file_has_the_given_content_and_mode(tmp_path: Path) 
 
 
 def test_partly_written_file_is_readable_only_by_its_owner(tmp_path: Path) -> None:
-    """If the new file had its final mode from the beginning, other users could open it before it is complete."""
+    """If the new file had its final mode from the beginning, other users could open it before it was complete."""
     before = os.umask(0)
     try:
         with files.replacing(tmp_path / "a.json", mode=0o644) as file:
@@ -58,7 +57,6 @@ def test_partly_written_file_is_readable_only_by_its_owner(tmp_path: Path) -> No
 def test_write_syncs_the_content_before_the_rename_and_then_the_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a crash, the file has either the old or the new content. A completed write is on disk."""
     path = tmp_path / "a"
     path.write_bytes(b"old")
     synced = []
@@ -75,7 +73,6 @@ def test_write_syncs_the_content_before_the_rename_and_then_the_directory(
 
 
 def test_atomic_write_replaces_a_symlink_instead_of_following_it(tmp_path: Path) -> None:
-    """If a job puts a symlink where root writes a file, the target of the symlink must not be overwritten."""
     victim = tmp_path / "victim"
     victim.write_bytes(b"mine")
     (tmp_path / "a").symlink_to(victim)
@@ -86,7 +83,6 @@ def test_atomic_write_replaces_a_symlink_instead_of_following_it(tmp_path: Path)
 
 
 def test_unchanged_file_is_not_written_again(tmp_path: Path) -> None:
-    """A symlink is replaced, even if its target has the same content."""
     path, link = tmp_path / "a", tmp_path / "link"
     for content, same in ((b"1", False), (b"1", True), (b"2", False)):
         before = files.version(path)
@@ -132,7 +128,7 @@ def test_mounted_file_is_written_in_place(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_symlink_to_a_mount_point_is_replaced(tmp_path: Path) -> None:
-    """A mounted file is written in place, but not if a symlink points to it. ``/proc`` is a mount point everywhere."""
+    """A mounted file itself is written in place. The test uses ``/proc`` because it is a mount point everywhere."""
     link = tmp_path / "state"
     link.symlink_to("/proc")
     files.write_atomic(link, b"new")
@@ -158,8 +154,8 @@ def test_agents_own_file_is_not_read_or_written_through_a_symlink_out_of_its_dir
     assert (tmp_path / "outside").read_bytes() == b"outside"
 
 
-def test_agents_own_file_is_read_through_one_symlink_but_not_through_a_second(tmp_path: Path) -> None:
-    """The agent creates such a symlink for a file that it keeps on a tmpfs in the same directory tree."""
+def test_agents_own_file_is_read_through_at_most_one_symlink(tmp_path: Path) -> None:
+    """If the agent keeps a file on a tmpfs, it puts a symlink in the file's usual place."""
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/state").write_bytes(b"kept")
     (tmp_path / "state").symlink_to("memory/state")
@@ -175,7 +171,6 @@ def test_agents_own_file_is_read_through_one_symlink_but_not_through_a_second(tm
 
 
 def test_new_directory_has_the_given_mode_despite_the_umask(tmp_path: Path) -> None:
-    """Only the last directory gets this mode. Its parents have the default mode."""
     path = tmp_path / "a" / "b"
     before = os.umask(0o077)
     try:
@@ -187,8 +182,7 @@ def test_new_directory_has_the_given_mode_despite_the_umask(tmp_path: Path) -> N
     assert mode_of(path) == 0o750
 
 
-def test_directory_is_created_through_own_symlinks(tmp_path: Path) -> None:
-    """The symlinks may be relative or absolute. A file in place of a directory is an error."""
+def test_directory_is_created_through_symlinks_owned_by_the_same_user(tmp_path: Path) -> None:
     (tmp_path / "real" / "deep").mkdir(parents=True)
     (tmp_path / "file").touch()
     (tmp_path / "relative").symlink_to("real/deep")
@@ -202,12 +196,10 @@ def test_directory_is_created_through_own_symlinks(tmp_path: Path) -> None:
         files.make_dir(tmp_path / "file" / "x", 0o700)
 
 
-def test_directory_is_not_created_through_symlinks_of_other_users(
+def test_directory_is_not_created_through_symlinks_owned_by_other_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user who can write to a directory could put a symlink to any place there, so symlinks of untrusted users are
-    rejected.
-    """
+    """A user who can write to a directory could put a symlink to any place there."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     monkeypatch.setattr(trusted_path, "trusted_users", lambda: {os.geteuid() + 1})
@@ -219,7 +211,6 @@ def test_directory_is_not_created_through_symlinks_of_other_users(
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or chowns files")
 def test_symlink_in_place_of_a_new_directory_is_rejected(tmp_path: Path) -> None:
-    """The mode of the symlink's target must not change."""
     victim = tmp_path / "victim"
     victim.mkdir(0o700)
     (tmp_path / "a").symlink_to(victim)
@@ -231,7 +222,6 @@ def test_symlink_in_place_of_a_new_directory_is_rejected(tmp_path: Path) -> None
 
 @pytest.mark.root
 def test_chown_sets_user_and_group(tmp_path: Path) -> None:
-    """For a symlink, the owner of the symlink itself is changed."""
     files.make_dir(tmp_path / "d", 0o700, "daemon:bin")
     files.write_atomic(tmp_path / "f", b"", owner="daemon:bin")
     (tmp_path / "l").symlink_to("f")
@@ -268,7 +258,6 @@ def test_chown_error_names_the_unknown_user_or_group(tmp_path: Path, owner: str,
 
 
 def test_ordinary_user_changes_no_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent that runs as an ordinary user works in its own directory, no matter which owners are requested."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     files.chown(tmp_path, "nobody-here:nobody-here")
     files.make_dir(tmp_path / "a", 0o750, "root:vcap")
@@ -333,7 +322,7 @@ def test_tree_removal_follows_no_symlinks(tmp_path: Path) -> None:
 
 
 def test_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
-    """A job can quickly nest thousands of directories, which is deeper than the limits for paths and for recursion."""
+    """A job can nest thousands of directories, which exceeds the limits for path length and recursion."""
     tree = tmp_path / "tree"
     tree.mkdir()
     here = os.open(tree, os.O_RDONLY)
@@ -351,9 +340,7 @@ def test_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
 
 
 def test_read_only_tree_is_removed() -> None:
-    """Go module caches are read-only, for example. An ordinary user, unlike root, has to change the modes before
-    removing such a tree.
-    """
+    """Unlike root, an ordinary user has to change modes before removing such a tree, for example a Go module cache."""
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch, "tree")
         directories = [tree / "a/b/c", tree / "a/b", tree / "a", tree]
@@ -368,7 +355,6 @@ def test_read_only_tree_is_removed() -> None:
 
 
 def test_temporary_files_are_recognized_by_their_names(tmp_path: Path) -> None:
-    """A booting agent recognizes the unfinished files of a killed agent by their names, and removes them."""
     path = tmp_path / "a"
     found = files.sibling(path)
 

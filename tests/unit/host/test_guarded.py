@@ -1,4 +1,4 @@
-"""Guarded opens, with which root accesses files in directories that jobs can write to."""
+"""Tests guarded opens, with which root accesses files in directories that jobs can write to."""
 
 from __future__ import annotations
 
@@ -72,7 +72,6 @@ def test_guarded_open_with_o_path_does_not_open_the_file(tree: Path) -> None:
 
 
 def test_guarded_open_rejects_a_path_outside_its_root(tree: Path) -> None:
-    """The paths are compared before anything is opened."""
     for path, root in ((tree / "a", tree / "a" / "b"), (tree / "secret", tree / "a"), (Path("a"), Path("/a"))):
         with pytest.raises(ValueError, match="is not below"), guarded.held(path, root):
             pass
@@ -97,7 +96,6 @@ def test_guarded_open_rejects_a_path_outside_its_root(tree: Path) -> None:
     ],
 )
 def test_guarded_open_rejects_symlinks_and_parent_directories(tree: Path, path: str, flags: int) -> None:
-    """Neither the last part of the path nor its directories may be a symlink or ``..``."""
     with pytest.raises(HostError, match="cannot open"):
         beneath(tree, path, flags)
 
@@ -121,7 +119,6 @@ def test_guarded_open_error_has_the_errno(tree: Path, path: str, code: int) -> N
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or chowns files")
 def test_guarded_open_is_safe_while_a_directory_is_swapped_with_a_symlink(tree: Path) -> None:
-    """While a directory and a symlink are swapped, thousands of opens never reach the file outside."""
     (tree / "evil").symlink_to("..")
     (tree / "real").mkdir()
     (tree / "real" / "secret").write_bytes(b"inside")
@@ -156,7 +153,7 @@ def test_guarded_error_escapes_file_names(tree: Path) -> None:
 # --- opening absolute paths -------------------------------------------------------------------------------------------
 
 
-def test_guarded_read_follows_own_symlinks(tree: Path) -> None:
+def test_guarded_read_follows_symlinks_owned_by_the_same_user(tree: Path) -> None:
     """The path may lead through symlinks that the agent trusts, such as ``/var/vcap/sys``. Symlinks below a given root
     directory are not followed.
     """
@@ -228,8 +225,8 @@ def test_guarded_read_rejects_irregular_files(tmp_path: Path, what: str) -> None
 
 
 def test_guarded_open_does_not_wait_for_a_file_lease(tmp_path: Path) -> None:
-    """While another process has a lease on the file, the kernel would block an open for up to 45 seconds, unless a flag
-    prevents it.
+    """While another process has a lease on the file, the kernel blocks each open for up to 45 seconds unless
+    ``O_NONBLOCK`` is set.
     """
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel sends this signal to the process with the lease
     path = tmp_path / "x.log"
@@ -244,7 +241,6 @@ def test_guarded_open_does_not_wait_for_a_file_lease(tmp_path: Path) -> None:
 
 
 def test_guarded_read_has_a_size_limit(tmp_path: Path) -> None:
-    """Reading either end of a sparse file of several terabytes takes no longer than with a short file."""
     path = tmp_path / "huge"
     with path.open("wb") as file:
         file.truncate(1 << 42)
@@ -272,11 +268,12 @@ def test_guarded_data_search_skips_holes_in_sparse_files(tmp_path: Path) -> None
         # This range ends where the next data begins.
         assert list(guarded.segments(file.fileno(), found[0][1], 1 << 20)) == []
         file.truncate(1 << 24)
-        assert list(guarded.segments(file.fileno(), 8 << 20, 1 << 24)) == []  # a hole up to the end of the file
+        # From here to the end, the file has a hole.
+        assert list(guarded.segments(file.fileno(), 8 << 20, 1 << 24)) == []
 
 
 def test_guarded_data_search_stops_at_the_requested_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log may grow while it is read, so the search must not continue beyond the requested end."""
+    """A log may grow while it is read."""
     (tmp_path / "log").write_bytes(b"x" * 100)
     looks = 0
     look = os.lseek
@@ -373,7 +370,6 @@ def test_guarded_walk_stops_at_its_limit_and_reports_it(tmp_path: Path) -> None:
 
 
 def test_guarded_walk_returns_undecodable_names(tmp_path: Path) -> None:
-    """The names contain surrogates, which ``os.fsencode`` converts back."""
     (tmp_path / os.fsdecode(b"\xff\n.log")).touch()
     top = os.open(tmp_path, os.O_PATH)
     try:

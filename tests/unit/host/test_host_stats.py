@@ -1,4 +1,4 @@
-"""CPU, memory and load of the whole machine, parsed from kernel text."""
+"""Tests how the whole machine's CPU times, memory and load are read, with simulated files in place of /proc."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ SwapFree:         450 kB
 
 
 def test_cpu_times_are_parsed(tmp_path: Path) -> None:
-    """User time includes the time of processes with a positive niceness.
-
-    The total includes steal time but not guest time, because the kernel counts guest time as user time as well.
+    """User time includes the time of processes with a positive niceness. The total includes steal time but not guest
+    time, because the kernel counts guest time as user time as well.
     """
     (tmp_path / "stat").write_text(STAT)
     times = host_stats.cpu_times(tmp_path)
@@ -35,7 +34,6 @@ def test_cpu_times_are_parsed(tmp_path: Path) -> None:
 
 
 def test_used_memory_is_total_minus_available(tmp_path: Path) -> None:
-    """Reclaimable cache does not count as used."""
     (tmp_path / "meminfo").write_text(MEMINFO)
 
     assert host_stats.memory(tmp_path) == host_stats.Memory(1024_000, 409_600, 512_000, 51_200)
@@ -60,7 +58,6 @@ def test_invalid_meminfo_is_rejected(tmp_path: Path, text: str) -> None:
 
 
 def test_load_averages_are_parsed(tmp_path: Path) -> None:
-    """The file contains other figures after the three averages."""
     (tmp_path / "loadavg").write_text("0.39 12.51 0.00 2/345 6789\n")
 
     assert host_stats.load(tmp_path) == (0.39, 12.51, 0.0)
@@ -75,7 +72,6 @@ def test_invalid_load_averages_are_rejected(tmp_path: Path, text: str) -> None:
 
 
 def test_cpu_memory_and_load_of_this_machine_can_be_read() -> None:
-    """The real files of this machine's kernel are parsed."""
     times, memory = host_stats.cpu_times(), host_stats.memory()
 
     assert 0 < times.user + times.system + times.wait <= times.total

@@ -1,4 +1,4 @@
-"""Cgroups for single processes, on cgroup v2. The root tests cover version 1 with real cgroups."""
+"""Tests the cgroups for single processes on cgroup v2. The root tests cover version 1 with real cgroups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_job_cgroup_sets_limits_on_cgroup_v2(own: Path) -> None:
     """The memory limit and the process limit are set in the same directory.
 
-    Swap is disabled, and an OOM kill affects all processes of the job cgroup.
+    Swap is disabled, and an OOM kill affects all processes in the job cgroup.
     """
     joined = job_cgroups.JobCgroup("a/b").make(memory=1 << 20, processes=7)
 
@@ -62,8 +62,8 @@ def test_job_cgroup_members_include_nested_cgroups(own: Path) -> None:
 def test_processes_in_a_job_cgroup_and_below_it_are_found(
     monkeypatch: pytest.MonkeyPatch, path: str, is_in: bool
 ) -> None:
-    """The processes of a job cgroup must still be found, because agents before 0.3 put processes into such cgroups
-    instead of below keepers.
+    """The processes in a job cgroup must still be found, because agents before 0.3 put processes into such cgroups
+    instead of starting them under keepers.
     """
     monkeypatch.setattr(proc, "groups", lambda pid: {"pids": path} if pid == os.getpid() else {})
     itself = proc.stat(os.getpid())
@@ -115,7 +115,7 @@ def test_cgroup_controller_that_cannot_be_delegated_is_not_offered(
     """
     hierarchy = cgroups.Hierarchy(2, (tmp_path,))
     monkeypatch.setattr(job_cgroups, "hierarchies", lambda: (("memory", hierarchy),))
-    (tmp_path / "cgroup.subtree_control").mkdir()  # cannot be written
+    (tmp_path / "cgroup.subtree_control").mkdir()  # A directory in place of the file makes the write fail.
 
     assert job_cgroups.offered() == frozenset()
     assert [path.name for path in tmp_path.iterdir()] == ["cgroup.subtree_control"]
@@ -133,7 +133,7 @@ def test_cgroup_controller_that_cannot_be_delegated_is_not_offered(
 def test_no_controller_is_enabled_in_a_cgroup_that_contains_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None, members: str, is_offered: bool
 ) -> None:
-    """The kernel would allow the controller ``pids`` to be enabled in such a cgroup. After that, however, no process
+    """The kernel would allow the ``pids`` controller to be enabled in such a cgroup. After that, however, no process
     could enter a nested cgroup: the cgroup becomes "domain threaded", and nested cgroups are invalid
     (Documentation/admin-guide/cgroup-v2.rst, "Threads").
 

@@ -1,4 +1,4 @@
-"""The mount table: parsing, and the mount that is visible at a path."""
+"""Tests parsing the mount table and finding the mount that is visible at a path."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def table() -> list[mounts.Mount]:
 
 
 def test_mount_fields_are_parsed(table: list[mounts.Mount]) -> None:
-    """The number of optional tags before the dash varies. Escapes are decoded."""
     vol = table[2]
 
     assert (vol.device, vol.root, vol.point, vol.kind, vol.source) == (
@@ -53,8 +52,7 @@ def test_mount_fields_are_parsed(table: list[mounts.Mount]) -> None:
         ("/a/b/c", "newest"),
     ],
 )
-def test_visible_mount_of_a_path_is_found(path: str, source: str, table: list[mounts.Mount]) -> None:
-    """A mount that is hidden by a later one is never returned, regardless of its depth and position in the table."""
+def test_visible_mount_at_a_path_is_found(path: str, source: str, table: list[mounts.Mount]) -> None:
     mount = mounts.mount_of(Path(path), table)
 
     assert mount is not None
@@ -67,7 +65,6 @@ def test_visible_mount_of_a_path_is_found(path: str, source: str, table: list[mo
      ("virtiofs", False), ("ceph", False), ("of a later kernel", False)],
 )  # fmt: skip
 def test_network_file_system_is_not_local(monkeypatch: pytest.MonkeyPatch, kind: str, is_local: bool) -> None:
-    """An unknown file system may be a network file system, so it is not local either."""
     table = mounts.parse(TABLE.replace(b"xfs", kind.replace(" ", r"\040").encode()))
     monkeypatch.setattr(mounts, "mounts", lambda: table)
 
@@ -107,20 +104,19 @@ def test_mount_escape_is_decoded_to_a_single_byte() -> None:
 
 
 def test_mount_that_is_its_own_parent_is_the_root() -> None:
-    """The kernel shows the first mount of a container as its own parent."""
+    """The kernel shows a container's first mount as its own parent."""
     table = mounts.parse(b"27 27 254:0 / / rw - ext4 /dev/vda rw\n28 27 0:5 / /a rw - tmpfs a rw")
 
     assert [mounts.mount_of(Path(path), table) for path in ("/etc", "/a/b")] == table
 
 
 @given(st.binary())
-def test_any_mount_table_can_be_parsed(garbage: bytes) -> None:
+def test_parsing_a_mount_table_never_fails(garbage: bytes) -> None:
     mounts.parse(garbage)
 
 
 @given(st.binary(min_size=1).filter(lambda name: name != b"." and not {0, ord("/")} & set(name)))
 def test_mount_point_escapes_are_decoded(name: bytes) -> None:
-    """The name may contain carriage returns and bytes that are not UTF-8."""
     escaped = b"".join(rb"\%03o" % byte if byte in b" \t\n\\#" else bytes([byte]) for byte in name)
 
     (mount,) = mounts.parse(b"5 4 0:1 / /" + escaped + b" rw - tmpfs none rw\n")
@@ -128,8 +124,7 @@ def test_mount_point_escapes_are_decoded(name: bytes) -> None:
     assert os.fsencode(mount.point) == b"/" + name
 
 
-def test_mount_table_of_this_machine_contains_proc() -> None:
-    """The real mount table can be parsed."""
+def test_this_machines_mount_table_contains_proc() -> None:
     mount = mounts.mount_of(Path("/proc/self/status"))
 
     assert mount is not None
@@ -138,13 +133,9 @@ def test_mount_table_of_this_machine_contains_proc() -> None:
     assert not mounts.is_mount_point(Path("/proc/self"))
 
 
-def test_only_a_visible_mount_with_exactly_this_path_is_a_mount_point(
+def test_only_a_visible_mount_at_the_exact_path_is_a_mount_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a file below a mount point nor a prefix of its path is a mount point.
-
-    A mount that is hidden by a later mount over its parent is not a mount point either.
-    """
     table = tmp_path / "mountinfo"
     table.write_text(f"5 4 0:1 / / rw - ext4 disk rw\n6 5 0:2 / {tmp_path}/ab rw - tmpfs none rw\n")
     monkeypatch.setattr(mounts, "MOUNTINFO", table)
@@ -159,7 +150,6 @@ def test_only_a_visible_mount_with_exactly_this_path_is_a_mount_point(
 
 
 def test_failed_unmount_error_names_the_target(tmp_path: Path) -> None:
-    """The error also contains the kernel's errno."""
     with pytest.raises(OSError, match=f"^cannot unmount {tmp_path}: ") as failed:
         mounts.unmount(tmp_path)
 

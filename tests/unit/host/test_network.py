@@ -1,4 +1,4 @@
-"""Addresses, routes and listening sockets, as read from the kernel's tables."""
+"""Tests reading addresses, routes and listening sockets from the kernel's tables."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ TCP = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrns
     ],
 )
 def test_listening_sockets_are_parsed(line: str, ports: dict[int, set[int]]) -> None:
-    """Connections and sockets that only this machine can reach are left out."""
+    """Connections are left out, and so are sockets that only this machine can reach."""
     assert network.parse_listeners((TCP + line).splitlines()) == ports
 
 
 def test_socket_table_is_read_up_to_the_last_listener() -> None:
-    """The kernel lists listeners first, so a million connections of a job need not be read."""
+    """The kernel lists listeners first, so a job's million connections need not be read."""
     connection = "   0: 00000000:0016 0500000A:9C40 01 00000000:00000000 00:00000000 00000000     0        0 1 1\n"
     lines = iter([TCP, *[connection] * 3])
 

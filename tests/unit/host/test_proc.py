@@ -1,4 +1,4 @@
-"""Information about processes from ``/proc``."""
+"""Tests reading information about processes from ``/proc``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LINE = (
 
 @pytest.mark.parametrize("name", ["(cat)", "(a b)", "(a) S 1 (b)", "()", "(tmux: server)", "())"])
 def test_process_name_does_not_shift_the_stat_fields(name: str) -> None:
-    """A process may have any name, including one with blanks and parentheses."""
+    """A process may have any name, including one with spaces and parentheses."""
     stat = proc.parse((LINE % f"41 {name}").encode())
 
     assert stat == proc.Stat(41, "S", 7, 41, 40, 33, 98765, 250 * proc.PAGE_KB, threads=1, reaped_ticks=77)
@@ -54,7 +54,7 @@ def test_reading_a_missing_process_gives_empty_values() -> None:
 
 
 def test_command_line_is_joined_with_spaces() -> None:
-    """monit compares patterns with a command line in this form."""
+    """monit matches patterns against command lines in this form."""
     assert proc.command_line(os.getpid()) == " ".join(sys.orig_argv)
 
 
@@ -75,7 +75,7 @@ def test_reading_a_process_fails_if_no_descriptor_is_free(read: Callable[[int], 
         ({2: 3, 3: 2}, [2], {2, 3}),
     ],
 )
-def test_descendants_of_a_process_are_found(parents: Mapping[int, int], roots: list[int], found: set[int]) -> None:
+def test_process_descendants_are_found(parents: Mapping[int, int], roots: list[int], found: set[int]) -> None:
     """The search includes all generations, and ends even if reused pids cause a cycle."""
     processes = {pid: proc.Stat(pid, "S", parent, 0, 0, 0, 0, 0) for pid, parent in parents.items()}
 
@@ -89,7 +89,7 @@ def test_incarnation_is_stable_for_the_lifetime_of_the_container() -> None:
 
 
 def test_incarnation_differs_in_a_container_with_a_reused_namespace_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel reuses the numbers of namespaces, but the first process of a new namespace has another start time."""
+    """The kernel reuses namespace numbers, but the first process in a new namespace has a different start time."""
     first = proc.stat(os.getpid())
     assert first is not None
     before = proc.incarnation()
@@ -121,24 +121,24 @@ def test_memory_map_lists_only_files() -> None:
     ("line", "is_alive"),
     [(LINE.replace(" S ", " Z ", 1), False), (LINE.replace(" S ", " Z ", 1).replace(" 20 0 1 ", " 20 0 2 "), True)],
 )
-def test_process_whose_main_thread_has_ended_is_alive_while_other_threads_run(line: str, is_alive: bool) -> None:
+def test_process_whose_main_thread_has_exited_is_alive_while_other_threads_run(line: str, is_alive: bool) -> None:
     assert proc.parse((line % "41 (a)").encode()).is_alive is is_alive
 
 
-def test_open_files_are_counted_on_kernels_without_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before Linux 6.2, the size of ``/proc/PID/fd`` is always zero, so the entries of this directory are counted."""
+def test_open_files_are_counted_even_if_the_kernel_reports_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Linux 6.2, the size of ``/proc/PID/fd`` is always zero, so the entries in this directory are counted."""
     scandir, descriptors = os.scandir, len(list(Path("/proc/self/fd").iterdir())) - 1
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", lambda _: SimpleNamespace(st_size=0))
         patched.setattr(
             os, "scandir", lambda path: [*scandir(path)][:-1]
-        )  # leaves out the descriptor of the listing itself
+        )  # This leaves out the descriptor of the listing itself.
         found = proc.open_files(os.getpid())
 
     assert found == descriptors
 
 
-def test_mapped_file_is_in_use_after_it_was_closed(tmp_path: Path) -> None:
+def test_memory_mappings_count_as_uses_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mapped"
     path.write_bytes(b"x")
     with path.open("rb") as file:
@@ -156,7 +156,7 @@ def test_cgroup_path_may_contain_colons_and_carriage_returns() -> None:
     assert found == {"cpu": "/a:b/c", "cpuacct": "/a:b/c", "": "/d:e\r1:memory:/f"}
 
 
-def test_all_processes_are_read_even_if_reading_them_exceeds_the_timeout_for_one() -> None:
+def test_all_processes_are_read_even_if_this_exceeds_the_timeout_for_a_single_process() -> None:
     """On a busy machine, reading hundreds of processes takes longer than the time allowed for reading a single one."""
 
     def work(pid: int) -> int:
@@ -187,7 +187,7 @@ def test_number_of_reported_open_files_is_limited(tmp_path: Path) -> None:
 def test_ancestor_search_finds_nothing_if_hidepid_hides_the_parent(
     monkeypatch: pytest.MonkeyPatch, parent: int
 ) -> None:
-    """With the mount option ``hidepid``, an agent without root cannot see the processes of other users."""
+    """With the ``hidepid`` mount option, an agent without root cannot see other users' processes."""
     shown = {50: proc.Stat(50, "S", parent, 50, 50, 0, 9, 0), 41: proc.Stat(41, "S", 40, 41, 41, 0, 8, 0)}
     monkeypatch.setattr(proc, "stat", shown.get)
 

@@ -1,4 +1,4 @@
-"""Process groups and handles, with simulated process tables. ``integration/test_process.py`` runs programs."""
+"""Tests process groups and handles with simulated process tables. ``integration/test_process.py`` runs programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEADER = proc.Stat(4_000_010, "S", 1, 4_000_010, 10, 0, 1000, 0)
 
 @pytest.fixture
 async def leader(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Process]:
-    """Provide a running group leader without a pidfd, which is identified only by its pid and start time."""
+    """Provide a running group leader that has no pidfd and is identified only by its pid and start time."""
     monkeypatch.setattr(proc, "stat", lambda pid: LEADER if pid == LEADER.pid else None)
     made = Process(LEADER, None, leads=True)
     yield made
@@ -48,7 +48,7 @@ async def test_process_without_a_pidfd_is_identified_by_its_start_time(
     assert sent == [LEADER.identity] * is_alive
 
 
-def test_adopting_a_process_with_another_start_time_leaks_no_descriptor() -> None:
+def test_adopting_a_process_with_a_different_start_time_leaks_no_descriptor() -> None:
     """The agent repeatedly tries to adopt the process named in an outdated pidfile. The fixture in conftest.py detects
     a leak.
     """
@@ -58,7 +58,7 @@ def test_adopting_a_process_with_another_start_time_leaks_no_descriptor() -> Non
     assert process.send((us.pid, us.start_ticks + 1), signal.SIGKILL) is False
 
 
-def test_core_limit_of_an_ordinary_user_without_core_files_stays_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_core_limit_of_zero_is_kept_for_an_ordinary_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """A core limit of one byte would disable core dumps to a pipe as well, but an ordinary user whose hard limit is
     zero cannot set it.
     """

@@ -1,4 +1,4 @@
-"""Notifications to systemd."""
+"""Tests notifications to systemd."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which symlinks in a path are followed.
+"""Tests which symlinks in a path are followed.
 
-``test_files.py`` tests how directories are created through symlinks, and ``root/test_attacks.py`` uses symlinks of real
-users.
+``test_files.py`` tests how directories are created through symlinks, and ``root/test_attacks.py`` uses real users'
+symlinks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def test_trusted_path_follows_only_symlinks_owned_by_root_or_its_own_user(
         trusted_path.refuse_link("x", link, directory)
 
 
-def test_trusted_path_in_a_user_namespace_follows_symlinks_of_outside_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trusted_path_in_a_user_namespace_follows_symlinks_owned_by_outside_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Users outside the namespace, such as the machine's root, appear as the overflow user."""
     monkeypatch.setattr(user_namespace, "overflow_user", lambda: 65534)
     for is_inside, more in ((False, set()), (True, {65534})):
@@ -61,7 +63,6 @@ def test_trusted_path_in_a_user_namespace_follows_symlinks_of_outside_users(monk
 
 
 def test_trusted_path_limits_the_number_of_symlinks_like_the_kernel(tmp_path: Path) -> None:
-    """The limit is 40, for relative and absolute symlinks together. The error names the path."""
     (tmp_path / "0").mkdir()
     for number in range(41):
         (tmp_path / str(number + 1)).symlink_to(str(number) if number % 2 else tmp_path / str(number))

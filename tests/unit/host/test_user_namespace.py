@@ -1,4 +1,4 @@
-"""Detection of user namespaces from the kernel's map of user ids."""
+"""Tests that user namespaces are detected from the kernel's user id map."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ def test_identity_mapping_of_all_ids_is_not_a_user_namespace(tmp_path: Path, uid
     assert user_namespace.is_inside(str(tmp_path / "uid_map")) is expected
 
 
-def test_overflow_user_of_this_kernel_is_read() -> None:
+def test_this_kernels_overflow_user_is_read() -> None:
     assert user_namespace.overflow_user() > 0
 
 
-def test_process_is_in_no_user_namespace_if_the_kernel_has_none(tmp_path: Path) -> None:
-    """A kernel without user namespaces has no ``uid_map`` file."""
+def test_process_is_in_no_user_namespace_if_the_kernel_does_not_support_them(tmp_path: Path) -> None:
     assert not user_namespace.is_inside(str(tmp_path / "uid_map"))

@@ -1,4 +1,4 @@
-"""Reports and timer of the watchdog. ``integration/test_watchdog.py`` runs agents with a blocked event loop."""
+"""Tests the watchdog's reports and timer. ``integration/test_watchdog.py`` runs agents with a blocked event loop."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ async def test_watchdog_report_names_the_file_and_code_that_block_the_loop(caplo
 async def test_watchdog_report_names_no_file_if_none_is_being_read(
     caplog: pytest.LogCaptureFixture, period: float
 ) -> None:
-    """Systemd's own watchdog may be off (0.0) or have any period."""
     with reading("web", "its pidfile"):
         pass
     with watching(lambda: None, period):
@@ -102,7 +101,7 @@ async def test_watchdog_timer_is_rearmed_until_the_watch_ends() -> None:
     assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
 
 
-async def test_watchdog_timer_is_cancelled_with_the_watch(
+async def test_watchdog_timer_is_cancelled_when_the_watch_ends(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop may recover, and the block with the watchdog may end, before the watchdog thread has noticed the

@@ -1,4 +1,4 @@
-"""The watch for addresses that the Director relies on but that no interface has."""
+"""Tests the watch for addresses that the Director relies on but that no interface has."""
 
 from __future__ import annotations
 
@@ -46,10 +46,6 @@ MANUAL = {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0"}
 def test_expected_addresses_come_from_settings_and_spec(
     known: dict[str, Any], applied: dict[str, Any], addresses: dict[str, str]
 ) -> None:
-    """Static addresses come from the settings. The spec, which may be malformed, lists all addresses.
-
-    Floating addresses (type ``vip``) are not expected on an interface.
-    """
     assert expected(effective(**known), applied) == addresses
 
 
@@ -57,8 +53,7 @@ def test_expected_addresses_come_from_settings_and_spec(
     ("text", "is_ours"),
     [("127.0.0.1", True), (NOWHERE, False), ("2001:db8::17", False), ("no address", True), ("", True)],
 )
-def test_address_watch_recognizes_the_addresses_of_local_interfaces(text: str, is_ours: bool) -> None:
-    """Text that is not an address is never reported as missing."""
+def test_address_watch_recognizes_local_interface_addresses(text: str, is_ours: bool) -> None:
     assert network.has_address(text) is is_ours
 
 
@@ -69,8 +64,7 @@ def test_address_watch_resolves_no_names(monkeypatch: pytest.MonkeyPatch) -> Non
     assert network.has_address("db.example.org")
 
 
-def test_missing_address_is_reported_once_each_time_it_disappears() -> None:
-    """The report names the network, and whether it is in the settings or in the spec."""
+def test_missing_address_is_reported_once_per_disappearance() -> None:
     wanted = {"127.0.0.1": "network a of the settings"}
     told: list[tuple[str, str]] = []
     found = AddressWatch(lambda: wanted, lambda *what: told.append(what))

@@ -1,4 +1,4 @@
-"""Every key of ``env.bosh`` that the Go agent reads is either implemented or rejected, and listed in
+"""Tests that every ``env.bosh`` key that the Go agent reads is either implemented or rejected, and is listed in
 docs/configuration.md.
 """
 
@@ -37,7 +37,7 @@ def bosh(**members: object) -> BoshEnv:
     return parse(json.dumps({"agent_id": "a", "env": {"bosh": members}}).encode(), origin="x").env.bosh
 
 
-def test_every_env_bosh_key_of_the_go_agent_is_handled() -> None:
+def test_every_env_bosh_key_that_the_go_agent_reads_is_handled() -> None:
     assert [key.name for key in KEYS] == OF_THE_GO_AGENT
     assert set(leaves(BoshEnv)) - set(OF_THE_GO_AGENT) == {"run_dir.tmpfs", "agent.settings.settling_time"}
     assert set(OF_THE_GO_AGENT) <= set(leaves(BoshEnv))
@@ -47,7 +47,7 @@ def test_documented_table_of_env_bosh_keys_is_generated() -> None:
     text = (ROOT / "docs/configuration.md").read_text()
 
     rows = [f"| `{key.name}` | {'' if key.is_done else 'not supported, because '}{key.outcome} |" for key in KEYS]
-    assert "\n".join(["| key | effect |", "|---|---|", *rows, ""]) in text
+    assert "\n".join(["| key | meaning |", "|---|---|", *rows, ""]) in text
 
 
 @pytest.mark.parametrize("name", [key.name for key in KEYS if not key.is_done])
@@ -58,8 +58,7 @@ def test_unsupported_env_bosh_key_is_rejected_by_name(name: str) -> None:
     assert refused(bosh(ipv6={"enable": False}, swap_size=0)) is None
 
 
-async def test_listed_files_are_removed_if_env_bosh_requests_it(tmp_path: Path) -> None:
-    """If a listed file is a symlink, only the symlink is removed. Directories and missing files are ignored."""
+async def test_dev_tools_and_static_libraries_are_removed_if_env_bosh_requests_it(tmp_path: Path) -> None:
     paths = Paths(tmp_path)
     paths.bosh_etc.mkdir(parents=True)
     compiler, kept, link, library = (tmp_path / name for name in ("cc", "kept", "link", "lib.a"))

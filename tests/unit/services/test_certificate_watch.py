@@ -1,4 +1,4 @@
-"""Warnings about certificates that expire soon."""
+"""Tests warnings about certificates that expire soon."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def agent(begin: float, end: float) -> str:
 def test_certificate_is_near_expiry_within_a_month_or_a_fifth_of_its_validity(
     valid: tuple[float, float], is_near: bool
 ) -> None:
-    """The credentials of a new VM are valid for only an hour, so a fixed limit of a month would cause a permanent
+    """A new VM's credentials are valid for only an hour, so a fixed limit of a month would cause a permanent
     warning.
     """
     expiry = CertificateWatch(lambda: {"client": agent(*valid)})
@@ -45,7 +45,6 @@ def test_certificate_is_near_expiry_within_a_month_or_a_fifth_of_its_validity(
 
 
 def test_certificate_warning_is_logged_once_and_again_at_expiry(caplog: pytest.LogCaptureFixture) -> None:
-    """The message names the certificate, the date and the consequence."""
     now = time.time()
     expiry = CertificateWatch(lambda: {"client": near, "CA": AUTHORITY.ca}, lambda: now)
     near = agent(-99 * DAY_S, DAY_S)
@@ -62,7 +61,7 @@ def test_certificate_warning_is_logged_once_and_again_at_expiry(caplog: pytest.L
 
 
 def test_certificate_warning_mentions_the_https_endpoint_instead_of_a_bus() -> None:
-    """An agent with an HTTPS endpoint has no bus, so its warnings must not mention one."""
+    """An agent with an HTTPS endpoint has no bus."""
     cert, ended = agent(-99 * DAY_S, DAY_S), agent(*EXPIRED)
     named = [certificates(Mbus((url,), AUTHORITY.ca, ended, "")) for url in ("https://0.0.0.0:6868", "nats://10.0.0.6")]
     said = []
@@ -77,8 +76,7 @@ def test_certificate_warning_mentions_the_https_endpoint_instead_of_a_bus() -> N
     assert not any("bus" in text for text in said)
 
 
-def test_certificate_warning_ends_when_the_certificate_is_rotated() -> None:
-    """The watch always checks the certificates that are currently in use."""
+def test_certificate_warning_disappears_when_the_certificate_is_rotated() -> None:
     pem = agent(-99 * DAY_S, DAY_S)
     expiry = CertificateWatch(lambda: {"client": pem})
     expiry.look()
@@ -90,7 +88,7 @@ def test_certificate_warning_ends_when_the_certificate_is_rotated() -> None:
 
 
 def test_ca_bundle_expires_when_its_longest_lived_ca_does() -> None:
-    """During a rotation, the bundle contains the old and the new CA. An empty bundle causes no warning."""
+    """During a rotation, the bundle contains the old and the new CA."""
     ending = Authority().agent("old-ca", valid=(-99 * DAY_S, DAY_S)).certificate
     expiry = CertificateWatch(lambda: {"CA": ending + AUTHORITY.ca, "client": ""})
     expiry.look()

@@ -1,4 +1,4 @@
-"""DNS records: which ones are accepted, how they are stored, and how the hosts file is written from them."""
+"""Tests which DNS records are accepted, how they are stored, and how the hosts file is written from them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ def hosts(paths: Paths) -> str:
 
 @pytest.mark.parametrize("stored", [b"", b"{", b'{"version":"9"}', b"[]", b"\xff", b'{"version":-5}', None])
 async def test_unreadable_dns_records_are_replaced(dns: Dns, paths: Paths, stored: bytes | None) -> None:
-    """A broken or missing file counts as older than any version."""
     paths.dns_records.parent.mkdir(parents=True)
     if stored is not None:
         paths.dns_records.write_bytes(stored)
@@ -75,7 +74,6 @@ async def test_unreadable_dns_records_are_replaced(dns: Dns, paths: Paths, store
 async def test_invalid_dns_blob_leaves_records_and_hosts_unchanged(
     dns: Dns, paths: Paths, raw: bytes, text: str
 ) -> None:
-    """The error messages match the Go agent's."""
     with pytest.raises(ActionError) as failed:
         await dns.sync(3, CountingBlobstore(raw), agent_id=AGENT)
 
@@ -121,7 +119,6 @@ async def test_dns_records_in_an_unknown_format_are_stored_for_bosh_dns(dns: Dns
 
 
 async def test_concurrent_dns_syncs_fetch_once(dns: Dns) -> None:
-    """The second sync uses the records that the first has fetched, even if the syncs belong to different actions."""
     first, second = CountingBlobstore(blob()), CountingBlobstore(blob())
     await asyncio.gather(dns.sync(3, first, agent_id=AGENT), dns.sync(3, second, agent_id=AGENT))
 
@@ -129,7 +126,6 @@ async def test_concurrent_dns_syncs_fetch_once(dns: Dns) -> None:
 
 
 async def test_hanging_dns_fetch_does_not_delay_a_request_for_stored_records(dns: Dns) -> None:
-    """A request for the stored version returns immediately, although the fetch of the next version hangs."""
     await dns.sync(3, CountingBlobstore(blob()), agent_id=AGENT)
     never = asyncio.Event()
 
@@ -147,7 +143,6 @@ async def test_hanging_dns_fetch_does_not_delay_a_request_for_stored_records(dns
 
 
 async def test_hosts_file_keeps_the_containers_own_line(dns: Dns, paths: Paths) -> None:
-    """In a pod, this line maps the host name to the pod's address. Lines of old records are removed."""
     own = f"10.9.9.9\t{socket.gethostname()}.ns {socket.gethostname()}"
     paths.etc.mkdir()
     stale = f"10.0.0.9 old.bosh\n10.0.0.8 x # {socket.gethostname()}\n"
@@ -160,10 +155,7 @@ async def test_hosts_file_keeps_the_containers_own_line(dns: Dns, paths: Paths) 
     assert "10.0.0.8" not in hosts(paths)
 
 
-async def test_hosts_file_maps_an_agent_id_that_is_the_host_name_to_loopback_only(dns: Dns, paths: Paths) -> None:
-    """If the host name is the agent id, the container runtime's line for it is dropped, so that only the loopback
-    addresses remain.
-    """
+async def test_agent_id_equal_to_the_host_name_resolves_only_to_loopback(dns: Dns, paths: Paths) -> None:
     paths.etc.mkdir()
     (paths.etc / "hosts").write_text(f"10.9.9.9 {socket.gethostname()}\n")
     await dns.sync(3, CountingBlobstore(blob()), agent_id=socket.gethostname())
@@ -172,7 +164,6 @@ async def test_hosts_file_maps_an_agent_id_that_is_the_host_name_to_loopback_onl
 
 
 async def test_huge_dns_records_do_not_block_the_event_loop(dns: Dns, paths: Paths) -> None:
-    """Other tasks continue while 30,000 records (about 3 MB) are processed."""
     known = [[f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}", f"{i:036}.web.net.deployment.bosh"] for i in range(30_000)]
     ticks = 0
 
@@ -200,7 +191,6 @@ async def test_hosts_file_is_unchanged_before_the_first_records(dns: Dns, paths:
 
 @pytest.mark.parametrize("stored", [b"", b"{", b'{"version":3,"records":7}', b'{"version":3,"records":[["\xff","a"]]}'])
 async def test_unreadable_dns_records_are_an_error_at_boot(dns: Dns, paths: Paths, stored: bytes) -> None:
-    """The hosts file is left unchanged."""
     paths.dns_records.parent.mkdir(parents=True)
     paths.dns_records.write_bytes(stored)
     paths.etc.mkdir()
@@ -236,8 +226,8 @@ def resolve(text: str, name: str) -> list[str]:
 async def test_localhost_and_host_name_resolve_before_the_first_records(
     dns: Dns, paths: Paths, text: str | None, host_name: list[str]
 ) -> None:
-    """Some CPIs unmount the container runtime's hosts file, and the file that is then visible is empty or belongs to
-    another machine. Both names must resolve nevertheless.
+    """Some CPIs unmount the container runtime's hosts file. The file that is then visible is empty or belongs to
+    another machine.
     """
     if text is not None:
         paths.etc.mkdir()
@@ -251,7 +241,6 @@ async def test_localhost_and_host_name_resolve_before_the_first_records(
 
 
 async def test_hosts_file_records_survive_an_agent_restart(dns: Dns, paths: Paths) -> None:
-    """A hosts file that already contains localhost and the host name is not rewritten."""
     await dns.sync(3, CountingBlobstore(blob()), agent_id=AGENT)
     before = (paths.etc / "hosts").stat()
 
@@ -265,7 +254,6 @@ async def test_hosts_file_records_survive_an_agent_restart(dns: Dns, paths: Path
 async def test_mounted_hosts_file_is_extended_and_keeps_its_lines(
     dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    """The kubelet's aliases and the runtime's line for the container must not be lost."""
     text = text.replace("HOST", socket.gethostname())
     paths.etc.mkdir()
     (paths.etc / "hosts").write_text(text)
@@ -284,7 +272,6 @@ async def test_mounted_hosts_file_is_extended_and_keeps_its_lines(
 async def test_dns_sync_keeps_localhost_and_the_host_name(
     dns: Dns, paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The container's host name may itself be ``localhost``."""
     for name in ("web-0", "localhost"):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
         await dns.sync(3, CountingBlobstore(blob(3)), agent_id=AGENT)

@@ -1,5 +1,5 @@
-"""The text of the packet filter rules, and the cases in which no rules are installed. ``root/test_firewall.py`` tests
-the effect of the rules.
+"""Tests the text of the packet filter rules, and the cases in which no rules are installed. ``root/test_firewall.py``
+tests the effect of the rules.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ async def bus_answers(_: float) -> bool:
 
 @pytest.fixture
 def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replace nftables with a list, which contains the text of the installed rules and is empty without rules."""
+    """Replace nftables with a list that contains the text of the installed rules, or is empty if none are installed."""
     found: list[str] = []
 
     async def replace(text: str) -> None:
@@ -45,7 +45,7 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 async def obstacle(firewall: Firewall) -> str:
-    """Let the firewall's watch run once, and return the obstacle that it reports."""
+    """Run one iteration of the firewall's watch, and return the obstacle that it reports."""
     firewall.due.set()
     watching = asyncio.create_task(firewall.watch())
     await until(lambda: not firewall.due.is_set())
@@ -63,7 +63,7 @@ def test_packet_filter_rejects_connections_to_the_bus_except_from_allowed_users(
     ]
 
 
-async def test_packet_filter_sets_no_rules_if_it_is_switched_off(rules: list[str]) -> None:
+async def test_packet_filter_sets_no_rules_if_it_is_disabled(rules: list[str]) -> None:
     bus = mbus("nats://10.0.0.6:4222")
 
     assert (
@@ -84,9 +84,7 @@ async def test_packet_filter_reports_a_missing_bus(scheme: str, rules: list[str]
 def test_network_outside_a_container_is_not_reported_as_shared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Outside a container, it is normal that the agent uses the machine's network, because it runs on the machine
-    itself.
-    """
+    """Outside a container, it is normal that the agent uses the machine's network."""
     monkeypatch.setattr(network, "FIRST_PID_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
 
     assert not network.is_of_machine()
@@ -97,7 +95,6 @@ def test_network_outside_a_container_is_not_reported_as_shared(
     "url", ["nats://[", "nats://127.0.0.1:99999", "nats://u:a#b@127.0.0.1:4222", "nats://\0:1", "nats://:4222", "nats"]
 )
 async def test_packet_filter_skips_an_invalid_address(url: str, rules: list[str]) -> None:
-    """An invalid address is not an error. The next address still gets its rule."""
     assert await obstacle(Firewall(lambda: mbus(url, "nats://127.0.0.1:4222"), lambda: True, bus_answers)) == ""
 
     assert rules == [chains(frozenset({("127.0.0.1", 4222)}), {0, os.geteuid()})]
@@ -107,7 +104,6 @@ async def test_packet_filter_skips_an_invalid_address(url: str, rules: list[str]
 async def test_unresponsive_name_server_does_not_block_file_access(
     monkeypatch: pytest.MonkeyPatch, rules: list[str]
 ) -> None:
-    """Looking up six bus addresses used to block all threads for file access until the resolver gave up."""
     answered = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(30) and [])
     monkeypatch.setattr(firewalls, "LOOKUP_TIMEOUT_S", 0.01)
@@ -125,9 +121,7 @@ async def test_unresponsive_name_server_does_not_block_file_access(
 async def test_packet_filter_rules_are_removed_if_the_bus_becomes_unreachable(
     is_reached: bool, expected: str, rules: list[str]
 ) -> None:
-    """If the agent reaches the bus through a proxy that runs as another user, the rules reject the proxy's connections,
-    so they must be removed again.
-    """
+    """If the agent reaches the bus through a proxy that runs as another user, the rules reject the proxy."""
 
     async def hear(_: float) -> bool:
         return is_reached or not rules

@@ -1,4 +1,4 @@
-"""How name servers from the settings are written to resolv.conf."""
+"""Tests how name servers from the settings are written to resolv.conf."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_bosh_dns_name_server_stays_first() -> None:
     assert after.splitlines()[:2] == [f"nameserver 169.254.0.2 {FIRST}", "nameserver 192.0.2.1"]
 
 
-def test_resolv_conf_with_all_name_servers_is_unchanged() -> None:
+def test_resolv_conf_that_already_lists_the_configured_name_servers_is_unchanged() -> None:
     """A job may have put its own name server first without adding a marker to the line."""
     before = "nameserver 169.254.0.2\nnameserver 192.0.2.1 \nsearch x\n"
 
@@ -49,7 +49,7 @@ def test_resolvectl_replacement_uses_the_agents_marker_for_the_bosh_dns_name_ser
 
 @pytest.fixture
 def etc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Redirect all files of this boot step to an empty directory, in which systemd is not installed."""
+    """Redirect all of this boot step's files to an empty directory, in which systemd is not installed."""
     monkeypatch.setattr(resolver, "RESOLV_CONF", tmp_path / "resolv.conf")
     monkeypatch.setattr(resolver, "RESOLVED_DROP_IN", tmp_path / "resolved.conf.d/10-bosh.conf")
     monkeypatch.setattr(resolver, "SYSTEMD", tmp_path / "systemd")

@@ -1,4 +1,4 @@
-"""Arguments and environment of drain scripts, and truncation of errand output."""
+"""Tests drain scripts' arguments and environment, and how errand output is truncated."""
 
 from __future__ import annotations
 
@@ -45,21 +45,19 @@ FRESH = ApplySpec()
         (replace(NOW, job=InstanceGroup()), NOW, ["job_new", "hash_unchanged"]),
     ],
 )
-def test_drain_arguments_of_an_update_list_changed_packages(
+def test_drain_arguments_for_an_update_list_changed_packages(
     current: ApplySpec, new: ApplySpec, expected: list[str]
 ) -> None:
-    """New and changed packages are listed in alphabetical order. Removed packages are not listed."""
     assert drain_arguments("update", current, new) == expected
 
 
 @pytest.mark.parametrize("new", [None, replace(NOW, configuration_hash="bbb")])
-def test_drain_arguments_of_a_shutdown_list_no_changes(new: ApplySpec | None) -> None:
+def test_drain_arguments_for_a_shutdown_list_no_changes(new: ApplySpec | None) -> None:
     """A new spec makes no difference, because a shutdown changes neither jobs nor packages."""
     assert drain_arguments("shutdown", NOW, new) == ["job_shutdown", "hash_unchanged"]
 
 
 def test_drain_environment_has_the_current_and_next_state_with_disk_sizes() -> None:
-    """The states are JSON without blanks, as Go writes it. Without a new spec, the next state is left out."""
     assert drain_environment(NOW, FRESH) == {
         "BOSH_JOB_STATE": '{"persistent_disk":1024}',
         "BOSH_JOB_NEXT_STATE": '{"persistent_disk":0}',
@@ -68,7 +66,6 @@ def test_drain_environment_has_the_current_and_next_state_with_disk_sizes() -> N
 
 
 def test_long_errand_output_is_truncated_in_the_middle(tmp_path: Path) -> None:
-    """The beginning and the end are kept. Between them is the path of the file with the full output."""
     path = tmp_path / "out"
     path.write_bytes(b"begin" + b"x" * 100_000 + b"end")
 

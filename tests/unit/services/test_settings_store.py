@@ -1,4 +1,4 @@
-"""Settings on disk: how the agent waits for them, rereads them, and stores updates."""
+"""Tests how the agent waits for settings, rereads them, and stores updates."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_each_settings_problem_is_logged_once(
     assert len([record for record in caplog.records if record.name == "agent_shim.services.settings_store"]) == 2
 
 
-async def test_settings_member_of_a_wrong_type_is_ignored_and_logged_once(
+async def test_settings_member_with_the_wrong_type_is_ignored_and_logged_once(
     files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
     files.write(env={"http_proxy": 5, "bosh": {"run_dir": {"tmpfs": "yes"}}})
@@ -213,7 +213,6 @@ async def test_settings_change_is_reported_even_if_an_action_reads_it_first(file
 
 
 async def test_settings_reader_does_not_undo_a_concurrent_update(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The settings watch may read the old files while a task stores an update. The update must not be lost."""
     files.write()
     await files.store.wait()
     read, is_stored, has_read = host_files.read, threading.Event(), threading.Event()

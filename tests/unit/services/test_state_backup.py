@@ -1,4 +1,4 @@
-"""The copy of the agent's state on the data volume, and what is restored from it to a new root file system."""
+"""Tests the copy of the agent's state on the data volume, and what is restored from it to a new root file system."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEWS = '{"news": 1}'
 
 
 class Killed(BaseException):
-    """Stands for a SIGKILL, so the agent must not catch it."""
+    """Simulates a SIGKILL. It is not an ``Exception``, so the agent does not catch it."""
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def make_root(paths: Paths) -> None:
 
 
 def reset_root(paths: Paths) -> None:
-    """Simulate a new root file system, by removing everything except ``data``."""
+    """Simulate a new root file system by removing everything except ``data``."""
     for path in paths.base.iterdir():
         if path != paths.data:
             files.remove_tree(path)
@@ -89,7 +89,6 @@ def found(paths: Paths) -> dict[Path, str]:
 
 
 async def test_state_is_restored_to_a_new_root_file_system(paths: Paths, restart: Restart) -> None:
-    """The files are restored with their required modes."""
     contents = fill(paths)
     await start(paths)
     restart()
@@ -119,7 +118,6 @@ async def test_state_backup_is_complete_when_update_returns(paths: Paths) -> Non
 
 
 async def test_state_backup_does_not_copy_unchanged_files(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither an agent restart nor an update copies unchanged files. An update without changes starts no thread."""
     fill(paths)
     await start(paths)
     before = {path: path.stat().st_ino for path in paths.mirror.iterdir()}
@@ -160,7 +158,7 @@ async def test_agent_restart_keeps_state_files_and_run_directory(paths: Paths) -
     assert (paths.run / "web/web.pid").read_text() == "17"
 
 
-async def test_run_files_of_another_container_are_removed(paths: Paths, restart: Restart) -> None:
+async def test_run_files_from_another_container_are_removed(paths: Paths, restart: Restart) -> None:
     await start(paths)
     (paths.run / "web").mkdir()
     (paths.run / "web/web.pid").write_text("17")
@@ -175,8 +173,8 @@ async def test_run_files_of_another_container_are_removed(paths: Paths, restart:
     assert agent.is_prepared
 
 
-async def test_run_files_are_removed_with_a_new_root_file_system_in_the_same_pid_namespace(paths: Paths) -> None:
-    """The containers of a pod may share a PID namespace, so the same namespace does not mean that jobs still run."""
+async def test_run_files_are_removed_if_the_root_file_system_is_new_but_the_pid_namespace_is_not(paths: Paths) -> None:
+    """A pod's containers may share a PID namespace, so the same namespace does not mean that jobs are still running."""
     await start(paths)
     (paths.run / "web").mkdir()
     reset_root(paths)
@@ -186,7 +184,7 @@ async def test_run_files_are_removed_with_a_new_root_file_system_in_the_same_pid
     assert not (paths.run / "web").exists()
 
 
-async def test_run_files_of_a_preceding_go_agent_are_kept(paths: Paths) -> None:
+async def test_run_files_from_a_preceding_go_agent_are_kept(paths: Paths) -> None:
     """When this agent takes over from the Go agent, the pidfiles still name running processes."""
     (paths.run / "web").mkdir()
     paths.spec.write_text("{}")
@@ -199,7 +197,6 @@ async def test_run_files_of_a_preceding_go_agent_are_kept(paths: Paths) -> None:
 
 
 async def test_interrupted_state_restore_is_retried(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent is killed before each write in turn. The incomplete root file system must not replace the backup."""
     contents = fill(paths)
     await start(paths)
     reset_root(paths)
@@ -231,7 +228,6 @@ async def test_interrupted_state_restore_is_retried(paths: Paths, monkeypatch: p
 
 
 async def test_pre_start_is_due_until_it_has_run(paths: Paths, restart: Restart) -> None:
-    """Agent restarts do not change whether pre-start is due. On the next root file system, it is due again."""
     await start(paths)
     reset_root(paths)
     assert not (await start(paths)).is_prepared
@@ -247,8 +243,7 @@ async def test_pre_start_is_due_until_it_has_run(paths: Paths, restart: Restart)
     assert not (await start(paths)).is_prepared
 
 
-async def test_state_copy_of_another_agent_on_the_volume_is_set_aside(paths: Paths, restart: Restart) -> None:
-    """The other agent's files are neither used nor deleted."""
+async def test_state_copy_from_another_agent_on_the_volume_is_set_aside(paths: Paths, restart: Restart) -> None:
     contents = fill(paths)
     paths.supervisor_state.write_text("{}")
     await start(paths, "a-1")
@@ -266,7 +261,7 @@ async def test_state_copy_of_another_agent_on_the_volume_is_set_aside(paths: Pat
 
 
 @pytest.mark.parametrize("by", ["stamp", "settings of the Go agent"])
-async def test_state_files_of_another_agent_on_the_root_file_system_are_set_aside(paths: Paths, by: str) -> None:
+async def test_state_files_from_another_agent_on_the_root_file_system_are_set_aside(paths: Paths, by: str) -> None:
     """An image that was created from a container in use may contain the state files of the agent in that container."""
     fill(paths)
     if by == "stamp":
@@ -278,7 +273,7 @@ async def test_state_files_of_another_agent_on_the_root_file_system_are_set_asid
 
     one = StateBackup(paths)
     one.begin()
-    paths.settings_cache.write_text('{"agent_id": "a-2"}')  # as if read from the CPI in the meantime
+    paths.settings_cache.write_text('{"agent_id": "a-2"}')  # The agent has read the CPI's settings.
     await one.recover("a-2")
 
     assert found(paths) == {}
@@ -286,8 +281,8 @@ async def test_state_files_of_another_agent_on_the_root_file_system_are_set_asid
     assert (paths.bosh / "set_aside/a-1/spec.json").read_text() == content("spec.json", "x")
 
 
-async def test_own_state_copy_overrides_another_agents_root_file_system(paths: Paths) -> None:
-    """The files of another agent may be part of the image. This agent's copy on the volume replaces them."""
+async def test_own_state_copy_replaces_another_agents_files_on_the_root_file_system(paths: Paths) -> None:
+    """Another agent's files may be part of the image."""
     fill(paths, "mine")
     await start(paths, "a-1")
     reset_root(paths)
@@ -300,7 +295,6 @@ async def test_own_state_copy_overrides_another_agents_root_file_system(paths: P
 
 
 async def test_new_volume_gets_a_state_copy(paths: Paths) -> None:
-    """The root file system is still the same, but the volume has been replaced with an empty one."""
     contents = fill(paths)
     await start(paths)
     files.remove_tree(paths.data)
@@ -315,7 +309,7 @@ async def test_new_volume_gets_a_state_copy(paths: Paths) -> None:
 
 
 async def test_state_restore_does_not_remove_files_that_the_cpi_has_written(paths: Paths) -> None:
-    """The Docker CPI copies update_settings.json into each new container, so a restore must not remove this file."""
+    """The Docker CPI copies update_settings.json into each new container."""
     await start(paths)
     reset_root(paths)
     paths.update_settings.write_text(NEWS)
@@ -326,8 +320,7 @@ async def test_state_restore_does_not_remove_files_that_the_cpi_has_written(path
     assert (paths.mirror / "update_settings.json").read_text() == NEWS
 
 
-async def test_state_of_a_newer_version_is_rejected_and_kept(paths: Paths) -> None:
-    """The version is checked before anything is removed or written."""
+async def test_state_from_a_newer_version_is_rejected_and_kept(paths: Paths) -> None:
     await start(paths)
     (paths.run / "web").mkdir()
     for stamp in (paths.stamp, paths.mirror / state_backup.STAMP):
@@ -361,9 +354,8 @@ async def test_state_copy_with_a_broken_stamp_is_set_aside(paths: Paths) -> None
 async def test_same_container_is_recognized_without_a_stamp_by_pid_namespace_or_job_process(
     paths: Paths, restart: Restart, whose: str, damage: str | None
 ) -> None:
-    """The run files are kept, because they belong to the same container.
-
-    This follows from the pid namespace in the remaining stamp, or from a job process that is still running.
+    """If one of the two stamps is valid, the PID namespace in it shows that the container is the same. If neither is, a
+    job process that is still running shows it.
     """
     contents = fill(paths)
     await start(paths)
@@ -381,7 +373,7 @@ async def test_same_container_is_recognized_without_a_stamp_by_pid_namespace_or_
     assert found(paths) == contents
     assert not (paths.mirror / "set_aside").exists()
     restart()
-    assert not (await start(paths)).root_is_new  # the stamps are readable again
+    assert not (await start(paths)).root_is_new  # The stamps have been rewritten.
 
 
 async def test_new_container_restores_a_state_copy_without_a_stamp(paths: Paths, restart: Restart) -> None:
@@ -402,10 +394,6 @@ async def test_new_container_restores_a_state_copy_without_a_stamp(paths: Paths,
 
 @pytest.mark.parametrize("damage", ["", "{ half", "\0\0\0"])
 async def test_damaged_state_file_is_restored_from_its_copy(paths: Paths, damage: str) -> None:
-    """A damaged file must not replace its copy.
-
-    Files that may have any content, such as markers, never count as damaged.
-    """
     contents = fill(paths)
     await start(paths)
     for path in contents:
@@ -430,7 +418,6 @@ async def test_missing_state_file_is_restored_unless_the_agent_itself_deletes_su
 
 
 async def test_state_stamp_that_cannot_be_written_is_written_later(paths: Paths, restart: Restart) -> None:
-    """The first write fails, for example because the root file system is full."""
     paths.stamp.mkdir()
     agent = await start(paths)
     paths.stamp.rmdir()
@@ -444,7 +431,6 @@ async def test_state_stamp_that_cannot_be_written_is_written_later(paths: Paths,
 
 
 async def test_failed_state_backup_is_retried(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent must keep running while its volume is full."""
     agent = await start(paths)
     paths.spec.write_text(NEWS)
 
@@ -490,7 +476,6 @@ async def test_forgetting_the_state_backup_removes_all_its_files(paths: Paths) -
 @pytest.mark.attack("a request passes a path or an option as the name of a blob, a blobstore provider or an agent")
 @pytest.mark.parametrize("name", ["../../etc", "..", "a/b", "x" * 300])
 async def test_hostile_agent_name_cannot_escape_the_backup_directory(paths: Paths, name: str) -> None:
-    """The name comes from a file on another agent's volume."""
     fill(paths)
     await start(paths, name)
 

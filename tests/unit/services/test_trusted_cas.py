@@ -1,4 +1,4 @@
-"""How CA bundles are split, and when CAs are installed."""
+"""Tests how CA bundles are split, and when CAs are installed."""
 
 from __future__ import annotations
 
@@ -36,14 +36,12 @@ NONE = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----"
     ],
 )
 def test_ca_bundle_is_split_into_certificates(bundle: str, found: list[str]) -> None:
-    """Other text, and certificates that are incomplete or invalid, are left out."""
     assert split(bundle) == [f"{pem}\n" for pem in found]
 
 
 async def test_cas_are_not_installed_with_a_base_directory_other_than_var_vcap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With another base directory, the agent must not change the CAs of the system."""
     monkeypatch.setattr(trusted_cas, "DIRECTORY", tmp_path / "certificates")
     monkeypatch.setattr("os.geteuid", lambda: 0)
 
@@ -61,7 +59,7 @@ async def test_ordinary_user_installs_no_cas(tmp_path: Path, monkeypatch: pytest
 
 
 class Image:
-    """The CA files of an image, and a stand-in for ``update-ca-certificates``.
+    """An image's CA files, and a stand-in for ``update-ca-certificates``.
 
     The stand-in writes a file with all CAs, and a symlink for each CA.
     """
@@ -72,7 +70,7 @@ class Image:
         for directory in (self.directory, self.certs):
             directory.mkdir()
         self.trusted.write_text("of the image\n")
-        os.utime(self.trusted, (1, 1))  # older than the directories
+        os.utime(self.trusted, (1, 1))  # Make the file older than the directories.
 
     async def run(self, *_: object, **__: object) -> str:
         self.runs += 1
@@ -97,7 +95,7 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Image:
 
 
 async def test_ca_update_command_runs_only_after_a_change(image: Image) -> None:
-    """The command takes three quarters of the start time, so it must run only when it is needed.
+    """The command takes three quarters of the start time.
 
     Timestamps do not show whether it is needed, because in an image the directory is newer than the files that the
     command derives from it.
@@ -118,7 +116,6 @@ async def test_ca_update_command_runs_only_after_a_change(image: Image) -> None:
 
 @pytest.mark.parametrize("left", ["pending", "link", "file"])
 async def test_interrupted_ca_update_is_completed(image: Image, left: str) -> None:
-    """The update was interrupted before or while the command ran, or files of the image replaced the results."""
     trusting = TrustedCas(Paths())
     await trusting.install("" if left == "link" else A)
     if left == "pending":

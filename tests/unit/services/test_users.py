@@ -1,4 +1,4 @@
-"""How SSH users are created and removed."""
+"""Tests how SSH users are created and removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The format of vitals, which is valid whatever the kernel reports, and the timeout for disks that do not respond."""
+"""Tests that the format of vitals is valid whatever the kernel reports, and that disks that do not respond time out."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ def paths(tmp_path: Path) -> Paths:
 
 
 async def test_vitals_have_the_members_and_formats_of_a_heartbeat(paths: Paths, proc: Path) -> None:
-    """The format comes from platform/vitals/vitals.go."""
     sample = await Vitals(paths, lambda: True, proc=proc).sample()
 
     assert sample.pop("uptime") in ({"secs": 100}, {"secs": 101})
@@ -70,9 +69,6 @@ async def test_vitals_have_the_members_and_formats_of_a_heartbeat(paths: Paths, 
 async def test_cpu_vitals_are_averaged_over_ten_seconds(
     paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request within ten seconds gets the previous figures. A later request gets the average since the previous
-    measurement.
-    """
     now = 1000.0
     monkeypatch.setattr(clock, "boot_time", lambda: now)
     taken = Vitals(paths, lambda: False, proc=proc)
@@ -87,7 +83,7 @@ async def test_cpu_vitals_are_averaged_over_ten_seconds(
     assert late["cpu"] == {"user": "75.0", "sys": "0.0", "wait": "0.0"}
 
 
-async def test_vitals_of_a_container_are_relative_to_its_limits(paths: Paths, proc: Path, tmp_path: Path) -> None:
+async def test_container_vitals_are_relative_to_the_containers_limits(paths: Paths, proc: Path, tmp_path: Path) -> None:
     """The machine's figures must not be reported, because they include other containers."""
     top = write(
         tmp_path / "cgroup",
@@ -113,7 +109,9 @@ async def test_vitals_of_a_container_are_relative_to_its_limits(paths: Paths, pr
 
 
 async def test_persistent_disk_vitals_are_reported_only_while_a_disk_is_mounted(paths: Paths, proc: Path) -> None:
-    """The store directory exists even without a disk, but its usage is then that of another file system."""
+    """The store directory exists even without a disk, but then it is part of another file system, whose usage must not
+    be reported.
+    """
     mounted = False
     taken = Vitals(paths, lambda: mounted, proc=proc)
 
@@ -123,7 +121,7 @@ async def test_persistent_disk_vitals_are_reported_only_while_a_disk_is_mounted(
 
 
 async def test_dynamic_disks_have_metrics_but_no_vitals(paths: Paths, proc: Path, tmp_path: Path) -> None:
-    """The vitals must not contain dynamic disks, because the Director accepts only three members of ``disk``."""
+    """The Director accepts only three members of ``disk``."""
     places = {"disk-d": tmp_path, "disk-gone": tmp_path / "gone"}
     taken = Vitals(paths, lambda: False, lambda: places, proc=proc)
 
@@ -138,7 +136,6 @@ async def test_vitals_omit_a_missing_disk(tmp_path: Path, proc: Path) -> None:
 
 
 async def test_hanging_disk_does_not_delay_vitals(paths: Paths, proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hanging disk is left out and not queried again until it has answered. After that, it is reported again."""
     answers, asked, real = threading.Event(), [], os.statvfs
 
     def statvfs(path: Path) -> os.statvfs_result:
@@ -163,9 +160,8 @@ async def test_hanging_disk_does_not_delay_vitals(paths: Paths, proc: Path, monk
 
 @pytest.mark.parametrize("start_ticks", [10**15, 10**400, -5])
 async def test_vitals_never_contain_an_uptime_of_zero(paths: Paths, proc: Path, start_ticks: int) -> None:
-    """Because of lxcfs or a wrong clock, PID 1 may seem to have started in the future.
-
-    The uptime is then unknown, so ``uptime`` is empty.
+    """Because of lxcfs or a wrong clock, PID 1 may seem to have started in the future. In that case, the uptime is
+    unknown, so ``uptime`` is empty.
     """
     write(proc, **{"1__stat": stat_of_init(start_ticks)})
 
@@ -175,7 +171,6 @@ async def test_vitals_never_contain_an_uptime_of_zero(paths: Paths, proc: Path, 
 
 
 async def test_vitals_contain_the_machines_uptime_if_pid_1_is_hidden(paths: Paths, proc: Path) -> None:
-    """In some containers, ``/proc/1`` is hidden."""
     (proc / "1/stat").unlink()
 
     uptime = (await Vitals(paths, lambda: False, proc=proc).sample())["uptime"]
@@ -187,7 +182,6 @@ async def test_vitals_contain_the_machines_uptime_if_pid_1_is_hidden(paths: Path
 async def test_missing_proc_file_does_not_affect_other_vitals(
     paths: Paths, proc: Path, missing: str, member: str
 ) -> None:
-    """In some containers, one of these files is hidden."""
     (proc / missing).unlink()
 
     sample = await Vitals(paths, lambda: False, proc=proc).sample()
@@ -230,7 +224,6 @@ def test_vitals_have_valid_types_for_any_kernel_figures(
     init: str | bytes,
     limits: tuple[str, ...],
 ) -> None:
-    """Figures have the right type and are not negative, and no exception is raised."""
     base = tmp_path_factory.getbasetemp() / "any"
     proc = write(base / "proc", stat=stat, meminfo=meminfo, loadavg=loadavg, **{"1__stat": init})
     files = ("memory.max", "memory.current", "memory.swap.current", "cpu.max", "memory.stat", "cpu.stat")
@@ -268,7 +261,6 @@ async def test_disk_vitals_are_measured_for_each_sample(
 def test_disk_usage_counts_reserved_space_as_free(
     blocks: int, free: int, files: int, files_free: int, percent: str, inode_percent: str
 ) -> None:
-    """A file system without inodes has an inode usage of 0 %."""
     usage = os.statvfs_result((4096, 4096, blocks, free, 0, files, files_free, 0, 0, 255))
 
     assert vitals.disk_vitals(usage) == {"percent": percent, "inode_percent": inode_percent}
@@ -281,13 +273,11 @@ def test_cpu_vitals_are_zero_if_the_counters_decrease() -> None:
 
 @given(*[st.builds(CpuTimes, *[st.floats(0, 1e15)] * 4)] * 2)
 def test_cpu_shares_are_between_0_and_100_percent(before: CpuTimes, after: CpuTimes) -> None:
-    """The shares must stay in this range even if counters decrease."""
     check({"cpu": vitals.shares(before, after), "uptime": {}})
 
 
 @given(st.builds(Memory, *[st.integers(0, 2**63)] * 4))
 def test_memory_usage_is_between_0_and_100_percent(memory: Memory) -> None:
-    """The usage must stay in this range even if more memory is used than exists."""
     found = vitals.memory_vitals(memory)
 
     check({**found, "uptime": {}})
@@ -295,7 +285,6 @@ def test_memory_usage_is_between_0_and_100_percent(memory: Memory) -> None:
 
 
 async def test_vitals_of_the_real_machine_are_complete(tmp_path: Path) -> None:
-    """The kernel of this machine provides the expected files."""
     sample = await Vitals(Paths(tmp_path), lambda: False).sample()
 
     check(sample)

@@ -1,4 +1,4 @@
-"""Locks and leases on volumes. A second agent waits until the first can no longer be running."""
+"""Tests locks and leases on volumes. A second agent waits until the first can no longer be running."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Clock:
-    """A stand-in for the module ``time``, whose clock advances only on request."""
+    """A stand-in for the ``time`` module with a clock that advances only on request."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -71,8 +71,7 @@ async def until_held(one: VolumeLeases, directory: Path) -> float:
     return asyncio.get_running_loop().time() - begun_at
 
 
-def test_lease_cannot_be_taken_from_the_agent_that_renews_it(tmp_path: Path) -> None:
-    """A second agent's attempts return the holder's name and leave its lease unchanged."""
+def test_lease_cannot_be_taken_from_an_agent_that_keeps_renewing_it(tmp_path: Path) -> None:
     volume = tmp_path / "private"
     first, second = leases(), leases("pod-0b", agent_id="a-1")
     assert first.hold(volume) == first.hold(volume) == ""
@@ -85,7 +84,6 @@ def test_lease_cannot_be_taken_from_the_agent_that_renews_it(tmp_path: Path) -> 
 
 
 def test_lease_can_be_taken_after_a_failed_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the file server fails for a moment, the next attempt must not be blocked by the lock of the failed attempt."""
     one = leases()
 
     def fail(*_: object) -> bytes:
@@ -100,17 +98,13 @@ def test_lease_can_be_taken_after_a_failed_attempt(tmp_path: Path, monkeypatch: 
 
 
 def test_lease_file_is_private_and_created_if_needed(tmp_path: Path) -> None:
-    """Other users can neither read nor lock the file."""
     assert leases().hold(tmp_path / "private") == ""
 
     assert (tmp_path / "private").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "private" / volume_lease.NAME).stat().st_mode & 0o777 == 0o600
 
 
-def test_lease_of_a_killed_agent_is_taken_immediately(tmp_path: Path) -> None:
-    """The kernel has released the lock of the killed agent, so the next one need not wait, even in another
-    container.
-    """
+def test_killed_agents_lease_is_taken_immediately(tmp_path: Path) -> None:
     first, second = leases(), leases()
     first.hold(tmp_path)
     kill(first)
@@ -144,10 +138,8 @@ def test_agent_waits_for_a_lease_from_another_boot_on_a_network_file_system(
     assert second.hold(tmp_path) == ""
 
 
-def test_agent_waits_for_the_lease_of_another_machine_to_expire(
-    tmp_path: Path, without_locks: None, clock: Clock
-) -> None:
-    """Only the renewals of the lease show that an agent on another machine is still running."""
+def test_agent_waits_for_another_machines_lease_to_expire(tmp_path: Path, without_locks: None, clock: Clock) -> None:
+    """Only lease renewals show that an agent on another machine is still running."""
     first, second = leases("pod-0"), leases("pod-0", "kernel 2")
     first.hold(tmp_path)
     for _ in range(20):
@@ -190,7 +182,6 @@ def test_waiting_agent_does_not_take_the_lease_while_its_holder_restarts(tmp_pat
 
 
 async def test_suspended_agent_detects_that_its_lease_was_taken_over(tmp_path: Path, without_locks: None) -> None:
-    """An agent that was suspended must stop writing once another agent has taken the volume."""
     first, second = leases(), leases("pod-1", "kernel 2")
     first.hold(tmp_path)
     await until_held(second, tmp_path)
@@ -204,7 +195,9 @@ async def test_suspended_agent_detects_that_its_lease_was_taken_over(tmp_path: P
 
 
 def test_replaced_agent_does_not_remove_its_successors_lease(tmp_path: Path, without_locks: None) -> None:
-    """If the replaced agent removed the lease, its successor would find the lease lost and exit as well."""
+    """If the replaced agent removed the lease, its successor would conclude that it had lost the lease, and exit as
+    well.
+    """
     first, second = leases("pod-0"), leases("pod-1")
     first.hold(tmp_path)
     second.hold(tmp_path)
@@ -219,9 +212,8 @@ def test_replaced_agent_does_not_remove_its_successors_lease(tmp_path: Path, wit
 def test_lease_of_an_agent_killed_during_a_write_is_taken_immediately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent is killed after it has written its lease but before it truncates and syncs the file.
-
-    The lease must still be readable, although it is shorter than the one that it overwrites.
+    """The agent is killed after it has written its lease but before it truncates the file. The lease must still be
+    readable, although it is shorter than the one that it overwrites.
     """
 
     def killed(*_: object) -> None:
@@ -268,9 +260,6 @@ def test_empty_lease_file_can_be_taken(tmp_path: Path) -> None:
 
 @pytest.mark.attack("a job replaces the marker or the lease on its disk with a link or a FIFO")
 def test_taking_a_lease_follows_no_symlink_and_does_not_wait_for_a_fifo(tmp_path: Path) -> None:
-    """A job can write to its disk. By means of a symlink or a FIFO, it could otherwise make root overwrite a file or
-    wait forever.
-    """
     victim = tmp_path / "victim"
     victim.write_text("precious")
     for trap in ("link to a file", "link to a directory", "pipe"):
@@ -341,7 +330,6 @@ async def test_lease_on_a_local_file_system_is_written_once(
 async def test_hanging_volume_does_not_delay_other_lease_renewals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the renewal on the hanging volume is in progress, no second renewal is started for that volume."""
     monkeypatch.setattr(mounts, "is_local", lambda _: False)
     one = leases()
     good, bad = tmp_path / "good", tmp_path / "bad"

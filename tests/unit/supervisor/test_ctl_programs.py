@@ -1,4 +1,6 @@
-"""Rate limit of restarts and truncation of program output. ``integration/test_ctl_programs.py`` runs programs."""
+"""Tests the restart rate limit, and how program output is truncated. ``integration/test_ctl_programs.py`` runs
+programs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Used space and inodes of file systems."""
+"""Tests how the used space and inodes of file systems are measured."""
 
 from __future__ import annotations
 
@@ -33,10 +33,8 @@ def test_file_system_without_inodes_has_no_inode_usage(tmp_path: Path, monkeypat
 def test_filesystem_usage_of_a_device_is_measured_at_its_mount_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_device: bool, place: Path | str
 ) -> None:
-    """If the path is a mounted block device, or a symlink to one, its mount point is measured.
-
-    Any other path is opened first, and ``statvfs`` is called on the open descriptor, so a job cannot swap in a symlink
-    between the device check and the measurement.
+    """Any other path is opened first, and ``statvfs`` is called on the open descriptor, so that a job cannot swap in a
+    symlink between the device check and the measurement.
     """
     for device in ("disk", "unmounted"):
         (tmp_path / device).touch()

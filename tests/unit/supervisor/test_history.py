@@ -1,4 +1,4 @@
-"""The last events of services."""
+"""Tests the list of a service's latest events."""
 
 from __future__ import annotations
 

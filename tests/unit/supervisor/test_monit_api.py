@@ -1,4 +1,4 @@
-"""Requests from the ``monit`` command. ``integration/test_monit_command.py`` runs the command itself."""
+"""Tests requests from the ``monit`` command. ``integration/test_monit_command.py`` runs the command itself."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ async def send_request(obstacle: str = "", **request: Any) -> tuple[list[str], A
 async def test_monit_api_sends_a_request_only_to_the_named_services(
     request_: dict[str, Any], calls: list[str], services: list[str] | str
 ) -> None:
-    """With ``wait``, the answer shows the services after the action has finished, otherwise before."""
     assert await send_request(**request_) == (calls, services)
 
 

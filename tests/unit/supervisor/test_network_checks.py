@@ -1,4 +1,4 @@
-"""Request texts and results of network checks. ``integration/test_network_checks.py`` connects to real listeners."""
+"""Tests requests and results of network checks. ``integration/test_network_checks.py`` connects to real listeners."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.serving import serving
         (r"\0x4", rb"\0x4"),
     ],
 )
-def test_send_string_of_a_network_check_can_contain_any_byte(text: str, sent: bytes) -> None:
+def test_network_checks_send_string_can_contain_any_byte(text: str, sent: bytes) -> None:
     assert network_checks.wire_text(text) == sent
 
 
@@ -32,7 +32,7 @@ def test_send_string_of_a_network_check_can_contain_any_byte(text: str, sent: by
 async def test_network_check_of_an_ip_address_does_not_query_a_name_server(
     monkeypatch: pytest.MonkeyPatch, host: str, family: socket.AddressFamily
 ) -> None:
-    """If the check queried a name server, one that does not answer could delay the check."""
+    """A name server that does not answer could delay the check."""
     with socket.create_server((host, 0), family=family) as server:
         monkeypatch.setattr(socket, "getaddrinfo", None)
 
@@ -74,12 +74,12 @@ async def test_http_check_fails_on_an_endless_header(monkeypatch: pytest.MonkeyP
 
 
 def test_http_check_reads_small_chunks_without_copying_the_page() -> None:
-    """If each chunk copied the page read so far, a server that sends a megabyte in chunks of one byte would keep the
+    """If each chunk copied the page read so far, a server that sends a megabyte in one-byte chunks would keep the
     agent busy.
     """
 
     def seconds(before: int) -> float:
-        """Return the CPU time for reading 2000 chunks of one byte after a first chunk of ``before`` bytes."""
+        """Return the CPU time for reading 2000 one-byte chunks after a first chunk of ``before`` bytes."""
         response = network_checks.PageReader(Protocol("http", content="x"))
         response.read(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % before + b"a" * before + b"\r\n")
         begun = time.thread_time()

@@ -1,4 +1,4 @@
-"""OOM kills and the exits that they explain."""
+"""Tests how process exits are attributed to OOM kills."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from agent_shim.supervisor.oom import Kills
 
 
 def test_each_oom_kill_is_attributed_to_only_one_exit() -> None:
-    """Kills that the kernel counted before the agent started are attributed to no exit."""
     kills = [3]
     counted = Kills(lambda: kills[0])
 
@@ -32,7 +31,7 @@ def test_oom_kill_counted_before_the_exit_is_noticed_explains_the_exit() -> None
     assert counted.claim()
 
 
-def test_oom_kills_are_read_from_the_cgroup_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oom_kills_are_read_from_the_containers_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hierarchy = cgroups.Hierarchy(2, (tmp_path,))
     monkeypatch.setattr(cgroups, "find", lambda: cgroups.Cgroup(memory=hierarchy))
     (tmp_path / "memory.events").write_text("oom 3\noom_kill 3\n")
@@ -45,5 +44,4 @@ def test_oom_kills_are_read_from_the_cgroup_of_the_container(tmp_path: Path, mon
 
 
 def test_no_exit_is_attributed_to_oom_on_kernels_without_a_kill_counter() -> None:
-    """If the kernel has no counter of OOM kills, the agent cannot know why a process was killed."""
     assert not Kills(lambda: None).claim()

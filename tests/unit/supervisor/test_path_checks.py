@@ -1,4 +1,4 @@
-"""Checks of paths, cycle by cycle. ``integration/test_rule_engine_releases.py`` tests the resulting actions."""
+"""Tests path checks, cycle by cycle. ``integration/test_rule_engine_releases.py`` tests the resulting actions."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_path_check_compares_a_value(path: Path, test: str, is_bad: bool) -> Non
 
 
 def test_file_age_counts_from_the_last_change(path: Path) -> None:
-    """A change of content, owner, mode or name resets the age, even if the modification time is old."""
+    """A change to the content, owner, mode or name resets the age, even if the modification time is old."""
     os.utime(path, (0, 0))
 
     assert fails(watch_of(path, "timestamp > 1 hour")) == []
@@ -88,7 +88,7 @@ def test_change_check_compares_consecutive_cycles(path: Path, test: str) -> None
 def test_checksum_check_without_an_expected_value_compares_with_the_first_cycle(path: Path) -> None:
     watch = watch_of(path, "failed checksum")
     found = [fails(watch)]
-    for text in ("three\n", "one\n"):  # different sizes, because both writes may get the same timestamp
+    for text in ("three\n", "one\n"):  # The sizes differ, because both writes may get the same timestamp.
         path.write_text(text)
         found.append(fails(watch))
 
@@ -123,7 +123,7 @@ def test_path_check_of_a_missing_path_has_no_findings(tmp_path: Path) -> None:
 
 
 def test_path_check_with_an_unknown_user_or_group_is_a_data_access_error(path: Path) -> None:
-    """monit behaves differently: it refuses to start if the user or group of a rule does not exist."""
+    """monit behaves differently: it refuses to start if a rule's user or group does not exist."""
     watch = watch_of(path, "failed uid nobody-of-that-name", "failed gid nobody-of-that-name", "size > 5")
 
     assert failure_texts(watch) == [
@@ -132,8 +132,7 @@ def test_path_check_with_an_unknown_user_or_group_is_a_data_access_error(path: P
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "fifo"])
-def test_path_check_requires_the_file_type_of_its_kind(tmp_path: Path, kind: str) -> None:
-    """No other rule is evaluated for a path of another type."""
+def test_path_check_requires_the_matching_file_type(tmp_path: Path, kind: str) -> None:
     paths = {name: tmp_path / name for name in ("file", "directory", "fifo", "socket")}
     paths["file"].touch()
     paths["directory"].mkdir()
@@ -148,12 +147,9 @@ def test_path_check_requires_the_file_type_of_its_kind(tmp_path: Path, kind: str
     assert found == {name: [f"{paths[name]} is not {nouns[kind]}"] for name in found}
 
 
-def test_path_check_does_not_read_content_through_a_symlink_of_a_job(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A job could otherwise use a symlink to make root read any file.
-
-    A rule about the size is still evaluated, because the size of a file is not secret.
+def test_path_check_does_not_read_content_through_a_jobs_symlink(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job could otherwise use a symlink to make root read any file. A rule about the size is still evaluated, because
+    a file's size is not secret.
     """
     link = path.with_name("link")
     link.symlink_to(path)
@@ -170,7 +166,6 @@ def test_path_check_does_not_read_content_through_a_symlink_of_a_job(
 
 
 def test_filesystem_flags_check_reports_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in monit, unchanged flags produce no finding."""
     flags = [0]
     monkeypatch.setattr(path_checks, "usage", lambda _: {"flags": flags[0]})
     watch = watch_of(tmp_path, "space > 5 %", kind="filesystem")
@@ -220,9 +215,8 @@ def test_match_check_skips_ignored_lines_for_all_rules(path: Path) -> None:
 
 
 def test_match_check_compares_the_beginning_of_a_long_line(path: Path) -> None:
-    """As in monit, the first 511 bytes of a line are compared.
-
-    This also applies to a line that is too long to be read in one cycle.
+    """As in monit, the first 511 bytes of a line are compared. This also applies to a line that is too long to be read
+    in one cycle.
     """
     watch = watch_of(path, "match 'x$'", "match 'y'")
     watch.look()
@@ -235,10 +229,7 @@ def test_match_check_compares_the_beginning_of_a_long_line(path: Path) -> None:
 
 
 def test_match_check_ends_a_line_at_a_null_byte(path: Path) -> None:
-    """monit does the same, because its strings end at a null byte.
-
-    The line is passed to a rule's program in an environment variable, which cannot contain a null byte.
-    """
+    """monit does the same, because its strings end at a null byte."""
     watch = watch_of(path, "match 'x'")
     watch.look()
     append(path, "x\0y\ny\0x\n")
@@ -256,7 +247,7 @@ def test_match_check_limits_matching_lines_per_cycle(path: Path) -> None:
     assert len(fails(watch)) == 5
 
 
-def test_match_check_merges_lines_that_do_not_match(path: Path) -> None:
+def test_match_check_limits_the_findings_about_lines_that_do_not_match(path: Path) -> None:
     """Consecutive lines without a match produce at most 64 findings, because more would not change what a rule does."""
     watch = watch_of(path, "match 'x'")
     watch.look()
@@ -267,7 +258,6 @@ def test_match_check_merges_lines_that_do_not_match(path: Path) -> None:
 
 
 def test_path_check_includes_monits_implicit_rules() -> None:
-    """The plan appends monit's implicit rules to those of the file."""
     (spec,) = plan([JobFile("job", "", "check fifo it with path /x\n if timestamp > 5 then alert\n")])
 
     assert [type(rule.test).__name__ for rule in spec.rules] == ["Limit", "WrongType", "Unreadable"]

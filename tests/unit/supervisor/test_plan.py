@@ -1,4 +1,4 @@
-"""The services that the plan derives from monit files."""
+"""Tests which services the plan derives from monit files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def errors(*files: JobFile) -> dict[str, str]:
     return {spec.name: spec.error for spec in plan(files) if spec.error}
 
 
-def test_plan_reads_the_programs_pidfile_and_group_of_a_process() -> None:
+def test_plan_reads_programs_pidfile_and_group_for_a_process() -> None:
     (spec,) = plan([JobFile("web", "", WEB)])
 
     assert spec == ProcessSpec(
@@ -44,7 +44,6 @@ def test_plan_reads_the_programs_pidfile_and_group_of_a_process() -> None:
 
 
 def test_plan_keeps_the_order_of_files_and_checks() -> None:
-    """The jobs stay in the order in which the Director lists them. An empty file adds no services."""
     files = [
         JobFile("b", "", check("b1") + check("b2")),
         JobFile("none", "", "\n\n"),
@@ -56,8 +55,7 @@ def test_plan_keeps_the_order_of_files_and_checks() -> None:
     assert [spec.job for spec in plan(files)] == ["b", "b", "a", "a"]
 
 
-def test_plan_compiles_the_pattern_of_a_process_without_a_pidfile() -> None:
-    """The pattern is a POSIX extended regular expression, as in monit."""
+def test_plan_compiles_the_pattern_for_a_process_without_a_pidfile() -> None:
     (spec,) = plan([JobFile("j", "", 'check process s matching "[[:alpha:]]+ --serve"\n')])
 
     assert spec.pidfile is None
@@ -79,7 +77,7 @@ def test_plan_compiles_the_pattern_of_a_process_without_a_pidfile() -> None:
         ("group VCAP group other", "groups", frozenset({"vcap", "other"})),
     ],
 )
-def test_rules_that_change_the_state_become_fields_of_the_process_spec(
+def test_rules_that_change_the_state_become_fields_in_the_process_spec(
     statement: str, member: str, value: object
 ) -> None:
     (spec,) = plan([JobFile("j", "", check("s", statement))])
@@ -88,14 +86,12 @@ def test_rules_that_change_the_state_become_fields_of_the_process_spec(
 
 
 def test_plan_leaves_connection_rules_to_the_rule_engine() -> None:
-    """A connection test is left to the rule engine, but the service itself handles ``if changed pid``."""
     (spec,) = plan([JobFile("j", "", check("s", "if failed port 80 then restart", "if changed pid then alert"))])
 
     assert len(spec.rules) == 1
 
 
 def test_plan_lists_ignored_statements_without_secrets() -> None:
-    """Statements outside of checks, which may contain passwords, are listed with the first service."""
     text = f"""
 set httpd port 2812 and allow admin:hidden
 {check("one", "alert someone@example.com")}
@@ -109,7 +105,7 @@ check file two with path /tmp
     assert two.unsupported == ("if not match", "ignore match")
 
 
-def test_plan_in_place_of_monit_does_not_list_supported_statements_as_ignored() -> None:
+def test_monit_daemon_plan_does_not_list_supported_statements_as_ignored() -> None:
     """When the agent runs in place of monit, it acts on most statements outside of checks."""
     text = "set daemon 10\ninclude /etc/x\nset init\n" + check("one", "alert a@example.com")
 
@@ -141,7 +137,6 @@ def test_plan_determines_which_services_are_restartable(statements: tuple[str, .
 
 
 def test_invalid_monit_file_becomes_one_failing_service_in_the_plan() -> None:
-    """The failing service is named after the job and contains the error. Services of other jobs are not affected."""
     files = [
         JobFile("good", "", check("good")),
         JobFile("bad", "", check("bad1") + check("bad2")),
@@ -174,7 +169,6 @@ def test_duplicate_service_name_fails_the_later_job() -> None:
 
 
 def test_missing_dependency_fails_its_job() -> None:
-    """The error names the missing service."""
     files = [JobFile("one", "", check("a", "depends on nosuch")), JobFile("two", "", check("b"))]
 
     assert names(*files) == ["one", "b"]
@@ -182,7 +176,7 @@ def test_missing_dependency_fails_its_job() -> None:
 
 
 def test_dependency_on_a_job_with_an_invalid_file_fails_only_that_job() -> None:
-    """The dependency may be defined in the invalid file, so the job that depends on it does not fail."""
+    """The missing service may be defined in the invalid file, so the job that depends on it is still accepted."""
     files = [JobFile("bad", "", "check nonsense and more"), JobFile("two", "", check("b", "depends on nonsense"))]
 
     assert list(errors(*files)) == ["bad"]
@@ -190,7 +184,6 @@ def test_dependency_on_a_job_with_an_invalid_file_fails_only_that_job() -> None:
 
 
 def test_dependency_cycle_fails_one_job() -> None:
-    """If a cycle spans two jobs, only one of them fails."""
     within = [JobFile("one", "", check("a", "depends on b") + check("b", "depends on a")), JobFile("t", "", check("c"))]
     across = [JobFile("one", "", check("a", "depends on b")), JobFile("two", "", check("b", "depends on a"))]
 
@@ -200,7 +193,6 @@ def test_dependency_cycle_fails_one_job() -> None:
 
 
 def test_failing_service_is_renamed_if_its_name_is_in_use() -> None:
-    """The failing service is named after its job, unless a service of another job already has that name."""
     assert names(JobFile("one", "", check("two")), JobFile("two", "", "nonsense")) == ["two", "two-monit"]
 
 
@@ -213,7 +205,7 @@ def test_failing_service_is_renamed_if_its_name_is_in_use() -> None:
         (None, "monit-name"),
     ],
 )
-def test_plan_derives_the_label_of_a_bpm_process_from_its_pidfile(pidfile: str | None, label: str) -> None:
+def test_plan_derives_a_bpm_process_label_from_the_pidfile(pidfile: str | None, label: str) -> None:
     """The start program may be a script that calls bpm, so the pidfile shows which bpm process it is."""
     labels = ProcessSpec("monit-name", "web", pidfile=pidfile or None).labels
 

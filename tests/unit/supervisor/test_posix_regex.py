@@ -1,4 +1,4 @@
-"""POSIX extended regular expressions: matches, error messages and limits."""
+"""Tests POSIX extended regular expressions: matches, error messages and limits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ REG_EXTENDED, REG_NOSUB = 1, 8
     ],
 )
 def test_posix_regex_uses_the_posix_dialect(pattern: str, matching: str, other: str | None) -> None:
-    """The POSIX dialect differs from Python's in brackets, anchors and escapes."""
     compiled = posix_regex.compiled(pattern)
 
     assert compiled.search(matching)
@@ -68,8 +67,7 @@ def test_posix_regex_rejects_invalid_or_dangerous_patterns(pattern: str, complai
         posix_regex.compiled(pattern)
 
 
-def test_posix_regex_restores_the_locale_of_the_thread() -> None:
-    """A pattern is compiled in the C locale, after which the thread must have its previous locale again."""
+def test_posix_regex_restores_the_threads_locale() -> None:
     libc = ctypes.CDLL(None)
     libc.uselocale.restype = ctypes.c_void_p
 
@@ -78,12 +76,12 @@ def test_posix_regex_restores_the_locale_of_the_thread() -> None:
         posix_regex.Pattern("a")
         return before, libc.uselocale(None)
 
-    with futures.ThreadPoolExecutor(1) as thread:  # a new thread has the locale of the process
+    with futures.ThreadPoolExecutor(1) as thread:  # a new thread has the process's locale
         before, after = thread.submit(compiling).result()
     assert before == after
 
 
-def test_posix_regex_frees_the_memory_of_a_deleted_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_posix_regex_frees_a_deleted_patterns_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     freed: list[object] = []
     libc = posix_regex.library()
     free = libc.regfree
@@ -116,9 +114,8 @@ def test_posix_regex_matches_hostile_texts_quickly(pattern: str) -> None:
 
 
 def test_posix_regex_releases_the_gil_while_matching() -> None:
-    """Other threads must be able to run during a slow match.
-
-    This pattern is slow because the library tries each start position.
+    """Other threads must be able to run during a slow match. This pattern is slow because the library tries each start
+    position.
     """
     slow = posix_regex.Pattern("(a+)+b)")  # because of the unmatched ")", the pattern is not anchored
     is_enough, matches = threading.Event(), 0
@@ -177,14 +174,12 @@ def test_posix_regex_digit_after_an_escaped_backslash_is_not_a_back_reference(pa
     st.lists(st.text("abc-]1 {}()\\^$*.,=:", max_size=6), max_size=8),
 )
 def test_posix_regex_agrees_with_the_c_library(pattern: str, texts: list[str]) -> None:
-    """The same patterns are rejected, and every other pattern matches the same texts."""
     assert found_by_ours(pattern, texts) == c_library(pattern, texts)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library speaks another dialect")
 @pytest.mark.parametrize("name", "alnum alpha blank cntrl digit graph lower print punct space upper xdigit".split(" "))
 def test_posix_regex_classes_match_the_c_library(name: str) -> None:
-    """Each class is compared for all ASCII characters except null."""
     characters = [chr(code) for code in range(1, 128)]
 
     assert found_by_ours(f"[[:{name}:]]", characters) == c_library(f"[[:{name}:]]", characters)

@@ -1,4 +1,6 @@
-"""Statistics of processes in simulated process tables. ``integration/test_process_stats.py`` reads real processes."""
+"""Tests process statistics with simulated process tables. ``integration/test_process_stats.py`` reads real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def stats(monkeypatch: pytest.MonkeyPatch) -> ProcessStats:
     return made
 
 
-def test_process_statistics_include_totals_of_the_process_tree_and_of_the_process_alone(stats: ProcessStats) -> None:
+def test_process_statistics_cover_the_process_tree_and_the_process_alone(stats: ProcessStats) -> None:
     (found,) = stats.describe([service()])
 
     assert (found.process.mem_kb, found.process.mem_percent, found.process.cpu_total) == (3072, 37.5, 2.0)
@@ -89,10 +91,6 @@ def test_service_without_a_monitored_process_has_no_statistics(stats: ProcessSta
 
 
 def test_cpu_share_is_measured_since_the_last_query(stats: ProcessStats, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The share is between 0 and 100 %.
-
-    A query within a second of the previous one returns the same share. For a new process, the measurement starts anew.
-    """
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
@@ -117,12 +115,11 @@ def test_cpu_share_is_measured_since_the_last_query(stats: ProcessStats, monkeyp
     assert share(400, 1001) == 2.0
 
 
-def test_process_statistics_of_many_processes_are_read_in_a_thread(
+def test_statistics_for_many_processes_are_read_in_a_thread(
     stats: ProcessStats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first answers cover only the main process of each service.
-
-    A single thread reads the descendants for later answers, at a limited rate.
+    """The first answers cover only each service's main process. A single thread reads the descendants for later
+    answers, at a limited rate.
     """
     reads: list[int] = []
     go = threading.Event()
@@ -155,12 +152,10 @@ def test_process_statistics_of_many_processes_are_read_in_a_thread(
         pass
 
 
-def test_process_statistics_of_an_answer_come_from_a_single_pass(
+def test_process_statistics_in_an_answer_come_from_a_single_pass(
     stats: ProcessStats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All statistics of an answer must come from one pass over the process table. A child from one pass could be
-    missing from another, which would be an internal error.
-    """
+    """A child from one pass over the process table could be missing from another, which would be an internal error."""
     go = threading.Event()
 
     def table() -> dict[int, proc.Stat]:
@@ -185,9 +180,8 @@ def test_process_statistics_of_an_answer_come_from_a_single_pass(
 def test_process_statistics_limit_table_reads_to_a_share_of_the_cpu(
     stats: ProcessStats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Anyone who can reach the readiness endpoint may query it thousands of times.
-
-    Each query reads the main process, but the table of all processes is read again only after a pause.
+    """Anyone who can reach the readiness endpoint may query it thousands of times. Each query reads the main process,
+    but the table of all processes is read again only after a pause.
     """
     now, used, passes = [1000.0], [0.0], []
 

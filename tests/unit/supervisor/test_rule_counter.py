@@ -29,10 +29,9 @@ LETTERS = {
         (Rate(64, 64), Rate(), "x" * 65, "." * 63 + "Ff"),
     ],
 )
-def test_rule_fails_after_n_of_m_failed_cycles(rate: Rate, recovery: Rate, looks: str, turns: str) -> None:
-    """Once the rule has failed, each further failed cycle runs its action.
-
-    The rule recovers after as many good cycles as its recovery rate requires.
+def test_rule_fails_after_n_failures_in_m_cycles(rate: Rate, recovery: Rate, looks: str, turns: str) -> None:
+    """Once the rule has failed, each further failed cycle runs its action. The rule recovers after as many successful
+    cycles as its recovery rate requires.
     """
     tally = RuleCounter(Rule(LIMIT, ALERT, rate, ALERT, recovery))
 
@@ -50,7 +49,7 @@ def test_limit_rule_compares_values_with_its_operator(operator: str, bad: list[b
 
 
 def test_percentages_in_rules_are_rounded_to_tenths() -> None:
-    """Without rounding, a rule with the operator ``=`` would hardly ever match."""
+    """Without rounding, a rule with the ``=`` operator would hardly ever match."""
     assert percent(1, 3) == 33.3
     assert percent(1, 1) == 100
     assert percent(1, 0) == 0
@@ -60,7 +59,6 @@ def test_percentages_in_rules_are_rounded_to_tenths() -> None:
     ("every", "due"), [(1, [10.0, 20.1, 30.2, 65.0, 70.0, 80.0]), (2, [10.0, 30.2, 70.0]), (3, [10.0, 65.0])]
 )
 def test_check_with_every_n_cycles_skips_missed_cycles(every: int, due: list[float]) -> None:
-    """Missed cycles do not shift the schedule. The next check takes place in the next scheduled cycle."""
     cycles = Cycles(10.0, 10.0, every)
     times = (9.9, 10.0, 11.0, 20.1, 29.0, 30.2, 65.0, 69.9, 70.0, 80.0)
 

@@ -1,4 +1,4 @@
-"""Rules of simulated services. ``integration/test_rule_engine.py`` checks real processes."""
+"""Tests rules for simulated services. ``integration/test_rule_engine.py`` checks real processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PERIOD_S = 0.01
 
 def service(path: Path, *rules: Rule, **changes: Any) -> Any:
     async def react(*_: object) -> None:
-        """Ignore the action of a rule, which is always ``alert`` here."""
+        """Ignore a rule's action, which is always ``alert`` here."""
 
     events: list[str] = []
     members = {
@@ -49,10 +49,7 @@ def service(path: Path, *rules: Rule, **changes: Any) -> Any:
 async def test_change_check_forgets_its_last_value_after_a_stop(
     tmp_path: Path, state: State, is_compared: bool
 ) -> None:
-    """If the value changes while the service is stopped or unmonitored, this is not reported.
-
-    In the same way, monit forgets the values when it is reloaded.
-    """
+    """A change while the service is stopped or unmonitored is not reported."""
     path = tmp_path / "file"
     path.write_text("1")
     ours = service(path, Rule(Changed("size"), ALERT), Rule(Limit("size", ">", 1), ALERT))
@@ -73,7 +70,7 @@ async def test_change_check_forgets_its_last_value_after_a_stop(
     running.cancel()
     await asyncio.wait([running])
 
-    # The rule about changes fails for one cycle only, so "Size succeeded" may follow at any time.
+    # The change rule fails for only one cycle, so "Size succeeded" may follow at any time.
     assert sorted(set(ours.events) - {"Size succeeded"}) == (["Size changed"] if is_compared else []) + ["Size failed"]
 
 
@@ -92,7 +89,7 @@ async def test_rule_failure_is_kept_until_the_recovery_condition_is_met(tmp_path
     assert ours.events == ["Size failed", "Size succeeded"]
 
 
-async def test_exception_in_a_check_ends_the_rule_engine(tmp_path: Path) -> None:
+async def test_exception_in_a_check_stops_the_rule_engine(tmp_path: Path) -> None:
     """Such an exception is caused by a bug. The caller logs it and restarts the engine."""
 
     async def fail(*_: object) -> None:
@@ -108,9 +105,8 @@ async def test_exception_in_a_check_ends_the_rule_engine(tmp_path: Path) -> None
 
 
 async def test_rule_engine_pauses_after_an_expensive_process_table_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cycles of services begin at up to ten different times, so the rule engine may read the whole process table
-    ten times per cycle. Without a pause after each expensive read, reading tens of thousands of processes would take a
-    whole CPU.
+    """The rule engine may read the whole process table ten times per cycle. Without a pause after each expensive read,
+    reading tens of thousands of processes would take a whole CPU.
     """
     pauses: list[float] = []
     turn, used = asyncio.sleep, itertools.count()

@@ -1,4 +1,4 @@
-"""Decisions of a service over minutes of simulated time.
+"""Tests a service's decisions over minutes of simulated time.
 
 ``integration/test_supervisor_service.py`` runs real processes.
 """
@@ -56,7 +56,7 @@ async def up(*services: Service) -> None:
 
 @contextlib.asynccontextmanager
 async def started(machine: SimulatedMachine, spec: ProcessSpec = SPEC, **members: Any) -> AsyncIterator[Service]:
-    """Start a service, wait until it runs, and run it for the duration of the block."""
+    """Start a service and wait until it is up. It runs for the duration of the block."""
     service = service_on(machine, spec, **members)
     async with running(service):
         await up(service)
@@ -105,7 +105,7 @@ async def test_consecutive_crashes_lengthen_the_restart_delay() -> None:
             machine.end()
             await asyncio.sleep(1.001)
         await asyncio.sleep(TIMING.backoff_limit + 10)
-        machine.end()  # counts as a first failure, because the service ran for a long time
+        machine.end()  # This counts as a first failure, because the service ran for a long time.
         await asyncio.sleep(0)
         died_at = asyncio.get_running_loop().time()
         await asyncio.sleep(1)
@@ -116,9 +116,8 @@ async def test_consecutive_crashes_lengthen_the_restart_delay() -> None:
 
 @played
 async def test_process_that_appears_after_the_start_timeout_is_adopted() -> None:
-    """The start program takes 45 seconds, but its timeout is 30 seconds.
-
-    The service fails at the timeout, and counts as running once the process appears. No second start program runs.
+    """The start program takes 45 seconds, but its timeout is 30 seconds. The service fails at the timeout, and counts
+    as running once the process appears. No second start program runs.
     """
     machine = SimulatedMachine(how_starts="late")
     service = service_on(machine)
@@ -135,10 +134,7 @@ async def test_process_that_appears_after_the_start_timeout_is_adopted() -> None
 
 @played
 async def test_restart_waits_a_cycle_after_a_start_program_that_exceeded_its_timeout() -> None:
-    """If a start program exits after its timeout, its daemon may still appear during the next cycle.
-
-    The start after the next failure has the usual delay.
-    """
+    """If a start program exits after its timeout, its daemon may still appear during the next cycle."""
     machine = SimulatedMachine(how_starts="late")
     service = service_on(machine)
     async with running(service):
@@ -171,7 +167,7 @@ async def test_retry_time_is_reported_only_while_a_restart_is_pending(
 
 
 @played
-async def test_restarts_of_all_services_share_a_budget() -> None:
+async def test_all_services_share_a_restart_budget() -> None:
     async with started(machine := SimulatedMachine(), restarts=TokenBucket(1, 1 / 100)):
         for _ in range(2):
             await asyncio.sleep(TIMING.backoff_limit + 1)
@@ -265,13 +261,9 @@ async def never(_: BpmCall) -> None:
 )
 @pytest.mark.parametrize("by", ["death", "request"])
 @played
-async def test_dependants_restart_with_their_service_unless_they_are_stopped(
+async def test_dependents_restart_with_their_service_unless_they_are_stopped(
     is_restarted: bool, before: str, starts: int, by: str
 ) -> None:
-    """Dependants also restart if they are unmonitored, but not if they were stopped.
-
-    If the service has no stop program, it is not restarted after an exit, so its dependants keep running.
-    """
     service = service_on(machine := SimulatedMachine(), SPEC if is_restarted else replace(SPEC, stop=None))
     dependant = service_on(other := SimulatedMachine())
     service.dependants, dependant.prerequisites = [dependant], [service]
@@ -291,7 +283,6 @@ async def test_dependants_restart_with_their_service_unless_they_are_stopped(
 
 @played
 async def test_service_is_failing_as_soon_as_its_process_exits() -> None:
-    """The reported state changes even before the service has reacted to the exit."""
     async with started(machine := SimulatedMachine()) as service:
         assert service.reported == "running"
         machine.end()
@@ -305,7 +296,6 @@ async def test_service_is_failing_as_soon_as_its_process_exits() -> None:
 async def test_rule_failures_are_cleared_by_an_exit_but_kept_during_a_requested_restart(
     trigger: Trigger, are_kept: bool
 ) -> None:
-    """When a restart is requested, a failure is kept until its check passes."""
     async with started(SimulatedMachine()) as service:
         service.complaints[0] = Complaint(RESOURCE, "too much")
         service.on(trigger)
@@ -331,10 +321,7 @@ async def test_rule_failures_are_cleared_when_the_monit_file_changes_its_rules()
 )
 @played
 async def test_rule_restarts_only_a_service_with_start_and_stop_programs(changes: dict[str, Any], after: int) -> None:
-    """As in monit, a rule's action ``restart`` has no effect on a process without both programs, or in passive mode.
-
-    A restart that a rule requests increments the restart counter.
-    """
+    """As in monit, a rule's ``restart`` action has no effect on a process without both programs, or in passive mode."""
     service = service_on(machine := SimulatedMachine(), replace(SPEC, **changes))
     if not service.spec.start:
         machine.appear()
@@ -351,7 +338,6 @@ async def test_rule_restarts_only_a_service_with_start_and_stop_programs(changes
 @pytest.mark.parametrize("event", ["Timeout", "Stopped"])
 @played
 async def test_program_that_cannot_run_is_reported(event: str) -> None:
-    """If the stop program cannot run, the agent terminates the process without it."""
     events: list[Event] = []
     async with started(machine := SimulatedMachine(refuses=event), notify=events.append) as service:
         await service.react(Action("exec", CTL), "Timeout", "too often")
@@ -366,7 +352,7 @@ async def test_program_that_cannot_run_is_reported(event: str) -> None:
 
 @pytest.mark.parametrize(("kind", "starts"), [("file", 2), ("process", 1)])
 @played
-async def test_start_action_of_a_rule_runs_the_start_program_only_for_a_path(
+async def test_rule_start_action_runs_the_start_program_only_for_a_path(
     kind: Literal["file", "process"], starts: int
 ) -> None:
     async with started(machine := SimulatedMachine(), replace(SPEC, kind=kind)) as service:
@@ -378,7 +364,7 @@ async def test_start_action_of_a_rule_runs_the_start_program_only_for_a_path(
 
 
 @played
-async def test_path_without_programs_is_monitored_and_restarts_its_dependants() -> None:
+async def test_path_without_programs_is_monitored_and_restarts_its_dependents() -> None:
     service = service_on(machine := SimulatedMachine(), replace(SPEC, kind="file", start=None, stop=None))
     dependant = service_on(other := SimulatedMachine())
     service.dependants, dependant.prerequisites = [dependant], [service]
@@ -414,9 +400,8 @@ async def test_path_with_rules_is_reported_as_starting_until_first_checked(is_ch
 @pytest.mark.parametrize("is_checked", [False, True])
 @played
 async def test_new_process_with_a_port_rule_is_reported_as_starting_until_first_checked(is_checked: bool) -> None:
-    """A new process with a port rule counts as running once the port was checked, or after two cycles without a check.
-
-    The time limit is needed because the process may have been started by an earlier agent.
+    """After two cycles without a check, the process counts as running, because it may have been started by an earlier
+    agent.
     """
     service = service_on(machine := SimulatedMachine(), replace(SPEC, rules=(Rule(Connection(port=1), ALERT),)))
     machine.appear()
@@ -431,7 +416,6 @@ async def test_new_process_with_a_port_rule_is_reported_as_starting_until_first_
 @pytest.mark.parametrize("is_resumed", [False, True])
 @played
 async def test_stop_program_runs_once_and_only_if_the_service_was_started(is_resumed: bool) -> None:
-    """A service that an earlier agent started counts as started."""
     for state, programs in ((State.STOPPED, 0), (State.RUNNING, 1), (State.UNMONITORED, 1)):
         service = service_on(machine := SimulatedMachine(how_starts="not"))
         if is_resumed:
@@ -440,7 +424,7 @@ async def test_stop_program_runs_once_and_only_if_the_service_was_started(is_res
             service.start()
         async with running(service):
             await asyncio.sleep(0.2)
-            for _ in range(2):  # the second stop finds nothing to stop
+            for _ in range(2):  # The second stop finds nothing to stop.
                 service.stop()
                 await asyncio.sleep(3)
         assert service.state is State.STOPPED
@@ -475,10 +459,11 @@ async def test_path_whose_start_program_cannot_run_is_reported_as_missing() -> N
 
 @pytest.mark.parametrize(("changes", "is_void"), [({}, True), ({"start_call": CALL}, False)])
 @played
-async def test_running_service_is_void_if_its_pidfile_names_no_process(changes: dict[str, Any], is_void: bool) -> None:
-    """As in monit, the process of a void service is treated as missing although it is alive.
-
-    The pidfile of a bpm process is not checked, because the agent writes it.
+async def test_running_service_is_treated_as_missing_if_its_pidfile_names_no_process(
+    changes: dict[str, Any], is_void: bool
+) -> None:
+    """As in monit, such a process is treated as missing although it is running. A bpm process's pidfile is not checked,
+    because the agent writes the file itself.
     """
     service = service_on(machine := SimulatedMachine(), replace(SPEC, **changes))
     machine.appear()
@@ -508,7 +493,7 @@ async def test_stop_and_restart_fail_if_processes_of_a_killed_keeper_may_remain(
 
 
 @played
-async def test_service_whose_keeper_was_killed_is_failing_with_the_reason() -> None:
+async def test_service_whose_keeper_was_killed_is_reported_as_failing_with_the_reason() -> None:
     """The reason and an alert list the processes that may belong to the service."""
     orphans, told = [Left(8, 80, "orphan")], list[Event]()
     async with started(SimulatedMachine(orphans=orphans), notify=told.append) as service:
@@ -534,7 +519,7 @@ async def test_stop_deadline_does_not_apply_to_later_restarts() -> None:
 
 @played
 async def test_start_waits_until_a_hanging_stop_program_is_terminated() -> None:
-    """If the service started before the stop program has exited, the stop program would stop the new process."""
+    """If the service started before the stop program had exited, the stop program would stop the new process."""
     async with started(machine := SimulatedMachine(how_stops="hangs")) as service:
         service.stop()
         await asyncio.sleep(1)
@@ -583,10 +568,8 @@ async def test_bpm_stop_uses_the_earlier_deadline_of_the_request_and_the_monit_f
 
 
 @played
-async def test_explicit_start_forgets_that_the_service_was_stopped_with_its_dependency() -> None:
-    """If the service did not forget this, a later start of the service on which it depends would also start this
-    service.
-    """
+async def test_explicit_start_clears_the_record_that_the_service_was_stopped_with_its_dependency() -> None:
+    """Otherwise, a later start of the service on which it depends would also start this service."""
     service = service_on(SimulatedMachine())
     service.record.was_taken_along = True
     service.start()

@@ -1,4 +1,4 @@
-"""The transition of a service for every event in every state."""
+"""Tests a service's transition for every event in every state."""
 
 from __future__ import annotations
 
@@ -49,24 +49,20 @@ def test_state_transition_matches_the_table(state: State, trigger: Trigger, targ
 
 
 def test_state_table_is_complete() -> None:
-    """The expected transitions cover every state and event, ``NEXT`` uses every event, and ``WORK`` has every state."""
     assert {(state, trigger) for state, trigger, _ in EXPECTED} == {(s, t) for s in State for t in Trigger}
     assert set(NEXT) == set(WORK) == set(State)
     assert {trigger for moves in NEXT.values() for trigger in moves} == set(Trigger)
     assert set(WORK.values()) == set(Work)
 
 
-def test_underway_ending_and_active_sets_match_the_work_table() -> None:
-    """Each of ``UNDERWAY``, ``ENDING`` and ``ACTIVE`` contains exactly the states to which ``WORK`` assigns the
-    corresponding work.
-    """
+def test_state_sets_match_the_work_table() -> None:
     assert {state for state in State if WORK[state] in (Work.LAUNCH, Work.END)} == UNDERWAY
     assert {state for state in State if WORK[state] is Work.END} == ENDING
     assert {state for state in State if WORK[state] in (Work.LAUNCH, Work.WATCH, Work.SETTLE)} == ACTIVE
 
 
 def test_state_names_shown_to_operators_have_not_changed_since_the_first_release() -> None:
-    """States that were added later are shown under older names. For example, a running restart is shown as a stop."""
+    """States that were added later are shown under older names. For example, an ongoing restart is shown as a stop."""
     shown = {state: state.shown for state in State if state.shown != state.value}
 
     assert shown == {State.BOUNCING: "stopping", State.STUCK: "unmonitored"}
@@ -88,14 +84,13 @@ def test_state_names_shown_to_operators_have_not_changed_since_the_first_release
         (State.BROKEN, "failing"),
     ],
 )
-def test_each_state_maps_to_a_process_state_of_the_director(state: State, text: str) -> None:
+def test_each_state_maps_to_one_of_the_directors_process_states(state: State, text: str) -> None:
     """There are only four process states, namely those that monit's flags can express."""
     assert reported(state) == text
     assert (text == "unknown") is (state not in MONITORED)
 
 
-def test_failed_check_makes_a_running_process_failing() -> None:
-    """In any other state, a failed check does not change what is reported."""
+def test_running_process_with_a_failed_check_is_failing() -> None:
     assert reported(State.RUNNING, fails_a_check=True) == "failing"
     assert reported(State.STARTING, fails_a_check=True) == "starting"
     assert reported(State.UNMONITORED, fails_a_check=True) == "unknown"
@@ -119,7 +114,6 @@ def test_job_state_combines_process_states_like_the_go_agent(processes: list[str
 
 
 def test_state_diagram_shows_every_transition() -> None:
-    """Each transition is an arrow in Mermaid syntax, from its state or from the box that contains the state."""
     lines = mermaid().splitlines()
     events: dict[tuple[str, str], str] = {}
     for line in lines:

@@ -1,6 +1,6 @@
-"""Model check of the state table: no sequence of events, however long, violates an invariant.
+"""Checks a model of the state table: no sequence of events, however long, violates an invariant.
 
-A situation of the model consists of a service and its machine. The service's record contains at most one process and
+A situation in the model consists of a service and its machine. The service's record contains at most one process and
 one start program, but other processes that the record has lost may still be running. The model is finite, so all
 sequences are tested once every reachable situation has been visited. The model also simulates what the service does in
 each state (``WORK``), whereas ``test_walk`` runs long sequences against the real service.
@@ -40,7 +40,7 @@ class Violation(Exception):  # noqa: N818 - a finding, not an error
 
 @dataclass(frozen=True)
 class ModelledService:
-    """A situation of the model: a service and its machine."""
+    """A situation in the model: a service and its machine."""
 
     state: State = State.STOPPED
     asked: str = "down"
@@ -69,7 +69,7 @@ class ModelledService:
         return replace(one, asked="left alone") if one.state is State.STUCK else one
 
     def after_requests(self, table: Table) -> Iterator[ModelledService]:
-        """Yield the situation after each request, after each change of the monit file, and after a reboot."""
+        """Yield the situation after each request, after each change to the monit file, and after a reboot."""
         for trigger in OUTSIDE:
             one = self
             if trigger in ASKED and self.state is not State.BROKEN:

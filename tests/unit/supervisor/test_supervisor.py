@@ -1,4 +1,4 @@
-"""Requests to the supervisor, its reports and its saved state. ``integration/test_supervisor.py`` runs real jobs."""
+"""Tests the supervisor's requests, reports and saved state. ``integration/test_supervisor.py`` runs real jobs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,6 @@ def saved_states(paths: Paths) -> dict[str, State]:
 async def test_supervisor_state_is_saved_soon_after_a_change_and_readable_only_by_root(
     supervisor: Supervisor, paths: Paths
 ) -> None:
-    """If the agent exits after an apply, the next agent finds the jobs in the saved state."""
     await until(lambda: saved_states(paths) == dict.fromkeys(("web", "db", "cache"), State.STOPPED))
     assert stat.S_IMODE(paths.supervisor_state.stat().st_mode) == 0o600
     saved = read_saved(paths.supervisor_state)
@@ -137,7 +136,6 @@ async def test_supervisor_state_is_not_saved_after_shutdown_began_or_a_successor
 
 
 async def test_missing_or_unreadable_supervisor_state_recovers_no_service(paths: Paths) -> None:
-    """A file with another schema version counts as unreadable."""
     for content in (None, b"", b'{"schema":2,"incarnation":"","is_wanted":false,"files":[],"services":{}}'):
         if content is not None:
             paths.supervisor_state.write_bytes(content)
@@ -147,7 +145,7 @@ async def test_missing_or_unreadable_supervisor_state_recovers_no_service(paths:
 
 
 def test_unfinished_restart_saved_by_version_0_2_0_continues(paths: Paths) -> None:
-    """Version 0.2.0 saved an unfinished restart as the state ``stopping`` with ``is_start_due`` set."""
+    """Version 0.2.0 saved an unfinished restart in the ``stopping`` state with ``is_start_due`` set."""
     services = {
         "bounced": {"state": "stopping", "is_start_due": True},
         "stopped": {"state": "stopping", "is_start_due": False},
@@ -166,7 +164,6 @@ def test_unfinished_restart_saved_by_version_0_2_0_continues(paths: Paths) -> No
 
 
 async def test_plan_is_rebuilt_only_if_the_monit_files_changed(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The monit files are parsed again only if they differ, because most starts find them unchanged."""
     made: list[object] = []
     real = plan.plan
 
@@ -209,10 +206,9 @@ async def test_invalid_monit_file_is_reported_once_per_error(paths: Paths) -> No
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-async def test_supervisor_is_wanted_from_a_start_until_a_stop(paths: Paths) -> None:
-    """``is_wanted`` is true from a start until a stop, but only if there are jobs.
-
-    The next agent recovers it from the saved state. A stop during container shutdown does not change it.
+async def test_start_and_stop_requests_determine_whether_the_supervisor_wants_jobs_to_run(paths: Paths) -> None:
+    """The supervisor wants jobs to run only if there are any. The next agent recovers ``is_wanted`` from the saved
+    state. A stop during container shutdown does not change ``is_wanted``.
     """
     before, after = (Supervisor(paths, on_event=lambda _: None) for _ in range(2))
     before.hold()
@@ -244,7 +240,6 @@ async def test_supervisor_is_wanted_from_a_start_until_a_stop(paths: Paths) -> N
 
 
 async def test_start_during_a_stop_leaves_no_stop_marker(supervisor: Supervisor, paths: Paths) -> None:
-    """The start takes effect, although the stop is still in progress, so no marker of the stop may remain."""
     stopping = asyncio.create_task(supervisor.stop(wait=False))
     await asyncio.sleep(0)
     await supervisor.start()
@@ -259,9 +254,8 @@ async def test_start_during_a_stop_leaves_no_stop_marker(supervisor: Supervisor,
 async def test_remaining_processes_are_killed_before_the_stop_timeout(
     supervisor: Supervisor, paths: Paths, monkeypatch: pytest.MonkeyPatch, timeout: float, kill_after: float
 ) -> None:
-    """Time is reserved for the processes to exit after SIGKILL.
-
-    It is a tenth of the stop timeout, but at least the lesser of 1.5 s and half the timeout.
+    """Time is reserved for the processes to exit after SIGKILL. It is a tenth of the stop timeout, but at least the
+    lesser of 1.5 s and half the timeout.
     """
     requests: list[StopRequest] = []
     now = asyncio.get_running_loop().time()
@@ -295,7 +289,7 @@ async def test_previously_stopped_services_do_not_start_with_their_prerequisite(
 # --- reports ----------------------------------------------------------------------------------------------------------
 
 
-async def test_container_shutdown_stops_the_instance_without_a_stop_marker(
+async def test_container_shutdown_stops_the_instance_without_writing_a_stop_marker(
     supervisor: Supervisor, paths: Paths
 ) -> None:
     """Without the marker, the next agent starts the jobs again."""
@@ -331,10 +325,6 @@ async def test_instance_is_failing_while_an_obstacle_prevents_the_start_unless_i
 
 
 async def test_bpm_memory_kill_is_reported_by_service_name(paths: Paths) -> None:
-    """A bpm process that a service in the monit file tracks is reported under the name of that service.
-
-    Any other bpm process is reported under its name in bpm.yml.
-    """
     events: list[Event] = []
 
     def kill_hogs() -> list[MemoryKill]:

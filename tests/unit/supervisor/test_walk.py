@@ -1,4 +1,4 @@
-"""Random tests of a service against a model.
+"""Tests a service against a model with random requests and events.
 
 After any sequence of requests and events, the real service must be in the state that a simple model predicts. Processes
 and programs are simulated, and the clock jumps from timer to timer. The model has no transitions: it derives the state
@@ -25,7 +25,7 @@ from tests.support.played import SPEC, START_TAKES, TIMING, SimulatedMachine, Si
 
 BROKEN: Final = ProcessSpec(name="web", job="web", error="line 1")
 EVENTS: Final = 100
-"""Maximum number of steps of a walk."""
+"""Maximum number of steps in a walk."""
 
 Step: TypeAlias = Literal[
     "start", "stop", "unmonitor", "restart", "die", "appear", "moment", "while", "age",
@@ -103,7 +103,7 @@ class Model:
             self.again = False
 
     def look(self, state: State, now: float) -> None:
-        """Update the model from the state of the machine.
+        """Update the model from the machine's state.
 
         The service's ``state`` is used only to learn whether and how a stop has finished, and exactly when a process
         became trusted.
@@ -129,15 +129,15 @@ class Model:
             if self.watched is not machine.process:
                 self.watched, self.since = machine.process, now
             lived = now - self.since
-            # The model looks every MOMENT seconds, and the service once per second for a process that it did not start.
-            # Both may therefore notice a process at different times.
+            # The model looks for the process every MOMENT seconds, whereas the service looks only once per second for a
+            # process that it did not start. They may therefore notice the process at different times.
             if lived > TIMING.settle - MOMENT and (state is State.RUNNING or lived > TIMING.settle + NOTICED):
                 self.is_trusted = True
 
 
 @dataclass
 class Walk:
-    """A service on a simulated machine, together with the model to which it is compared."""
+    """A service on a simulated machine, together with the model with which it is compared."""
 
     machine: SimulatedMachine = field(default_factory=SimulatedMachine)
     events: list[Event] = field(default_factory=list)
@@ -166,8 +166,8 @@ class Walk:
         self.service.release()
         if not is_same_container:
             self.machine.kill_all()
-        # The next agent does not wait for a running stop program, which it does not even know if the monit file has
-        # become invalid. Instead, it carries out an unfinished stop again.
+        # The next agent does not wait for a running stop program, but carries out an unfinished stop again. If the
+        # monit file has become invalid, it does not even know the program.
         self.machine.stopper = None
         self.service = self.made()
         self.service.resume(msgspec.json.decode(saved, type=ServiceRecord), is_same_container=is_same_container)
@@ -278,8 +278,6 @@ def test_service_state_matches_the_model_after_random_events(taken: list[Step]) 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(20))
 def test_service_state_matches_the_model_after_many_random_events(number: int) -> None:
-    """Each of 20 seeds runs 50 walks of 100 events, so 100,000 events are tried."""
-
     @seed(number)
     @given(steps(EVENTS))
     @settings(

@@ -1,4 +1,4 @@
-"""Tests the private interface of nats-py on which the bus link relies."""
+"""Tests nats-py's private interface, on which the bus link relies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nats.aio.transport import Transport
 
 
 async def test_nats_client_connects_with_the_given_transport() -> None:
-    """All supported versions of nats-py must have this interface, so ``./dev test-dependencies`` runs this test with
+    """All supported nats-py versions must have this interface, so ``./dev test-dependencies`` runs this test with
     the oldest and the newest of them.
     """
     asked: list[str] = []

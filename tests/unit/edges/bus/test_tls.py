@@ -1,4 +1,4 @@
-"""TLS contexts of the bus: their settings, and private keys that must not be left on disk."""
+"""Tests the bus's TLS settings, and that private keys are not left on disk."""
 
 from __future__ import annotations
 
@@ -114,7 +114,6 @@ def test_tls_trusts_the_system_roots_if_the_ca_is_empty(tmp_path: Path, monkeypa
     ],
 )
 def test_invalid_credentials_error_names_the_wrong_part(changes: dict[str, str], complaint: str) -> None:
-    """The error says which text is invalid, but does not quote it."""
     with pytest.raises(CredentialsError) as caught:
         tls.client_context(mbus(**changes))
 
@@ -125,7 +124,6 @@ def test_invalid_credentials_error_names_the_wrong_part(changes: dict[str, str],
 
 @pytest.mark.parametrize("bad", [BROKEN, "-----BEGIN CERTIFICATE-----\ncut off\n"])
 def test_unreadable_ca_is_skipped_and_reported(bad: str, caplog: pytest.LogCaptureFixture) -> None:
-    """As in Go, an unreadable CA is skipped. The warning is logged once, not for each connection."""
     others = [Authority().ca, AUTHORITY.ca]
     for _ in range(2):
         context = tls.client_context(mbus(ca=f"{others[0]}\n{bad}\n{others[1]}"))
@@ -136,7 +134,6 @@ def test_unreadable_ca_is_skipped_and_reported(bad: str, caplog: pytest.LogCaptu
 
 
 def test_loading_a_private_key_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Afterwards, the key is neither on disk nor in an open file descriptor."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     before = len(list(Path("/proc/self/fd").iterdir()))
     for changes in ({}, {"certificate": BROKEN}):
@@ -173,8 +170,6 @@ def test_certificates_of_a_real_director_are_accepted() -> None:
     ],
 )
 def test_only_bus_server_names_are_accepted(name: str, is_good: bool) -> None:
-    """The common name in the subject must be that of a bus server."""
-
     class Server:
         def getpeercert(self) -> dict[str, Any]:
             return {"subject": ((("countryName", "USA"),), (("commonName", name),)) if name else ()}

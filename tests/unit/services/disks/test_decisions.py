@@ -1,4 +1,4 @@
-"""Decisions about disks: where each disk belongs, and which steps a request needs."""
+"""Tests the decisions about disks: where each disk belongs, and which steps a request needs."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_disk_markers_determine_the_mount_points(
     assert plan(disks, on_store=on_store, managed=managed, instance="i-1") == decided
 
 
-def test_disk_of_any_instance_is_used_before_the_instance_id_is_known() -> None:
+def test_disk_is_used_before_the_instance_id_is_known() -> None:
     """Until the first apply, the agent does not know its instance id, so it cannot compare it with the marker."""
     assert plan([marked("a", "store", instance="i-2")], on_store="", managed="", instance="") == Placement("a")
 
@@ -152,10 +152,9 @@ def test_mounting_an_unreadable_volume_fails() -> None:
         mount(view, "a")
 
 
-def test_mounted_disk_without_a_hint_is_not_replaced_by_the_former_disk() -> None:
-    """The mounted disk has no hint any more, so only the marker on its mount identifies it.
-
-    The former disk, which has no marker, must not replace it.
+def test_mounted_disk_without_a_hint_is_not_replaced_by_the_previous_disk() -> None:
+    """The mounted disk no longer has a hint, so only the marker on its mount identifies it. The former disk has no
+    marker.
     """
     store = msgspec.structs.replace(STORE, marker=Marker("gone", "store"), is_mount=True)
     view = View(store, TARGET, {"a": unmarked("a")}, managed="a")
@@ -164,9 +163,7 @@ def test_mounted_disk_without_a_hint_is_not_replaced_by_the_former_disk() -> Non
 
 
 def test_disk_steps_do_not_take_a_lease_that_the_agent_already_has() -> None:
-    """If the agent planned to take a lease that it already has, this would be the only step, and the agent would plan
-    it again and again.
-    """
+    """If the agent planned to take a lease that it already has, it would plan this step again and again."""
     store = msgspec.structs.replace(STORE, shown={"a": True}, is_mount=True)
     view = View(store, TARGET, {"a": msgspec.structs.replace(marked("a", "store"), is_held=True)}, managed="a")
 
@@ -184,7 +181,7 @@ def test_unmount_of_a_disk_without_a_marker_is_recorded_on_the_root_file_system(
     assert Unclaim("a", is_managed=True) in unmount(view, "a")
 
 
-def test_recorded_unmount_overrides_a_mount_of_the_container_runtime() -> None:
+def test_recorded_unmount_overrides_the_container_runtimes_mount() -> None:
     """The runtime's mount stays in place, and there is no marker on the volume to show that the disk was unmounted."""
     store = msgspec.structs.replace(STORE, shown={"a": True}, is_mount=True)
     view = View(store, TARGET, {"a": unmarked("a")})
@@ -199,7 +196,7 @@ def migrating(old: Disk, *, binds: bool = True) -> View:
     return View(store, target, {"a": old, "b": marked("b", "target", "a")}, managed="a", binds=binds)
 
 
-def test_disk_swap_marks_the_copy_before_its_source() -> None:
+def test_disk_swap_marks_the_new_disk_before_it_unmarks_the_old_disk() -> None:
     """If the agent is killed between the two markings, both disks claim the store, and the higher generation identifies
     the copy.
     """
@@ -217,7 +214,7 @@ def test_disk_swap_marks_the_copy_before_its_source() -> None:
 
 @pytest.mark.parametrize("why", ["the volume itself is mounted there", "the container may not mount"])
 def test_disk_swap_does_not_unmount_a_store_that_is_a_symlink_or_mounted_by_the_manifest(why: str) -> None:
-    """A mount from the manifest stays below the new mount, and a symlink is replaced atomically."""
+    """If the pod manifest mounts the store, the new disk is mounted over it. A symlink is replaced atomically."""
     old = marked("a", "store")
     if why == "the volume itself is mounted there":
         old = msgspec.structs.replace(old, volume=HERE / "store")

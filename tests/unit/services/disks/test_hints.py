@@ -1,4 +1,4 @@
-"""Disk hints in every form that CPIs send, and the file in which they are stored."""
+"""Tests disk hints in every form that CPIs send, and the file in which they are stored."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ENV = Env()
         (["/mnt/a"], None),
     ],
 )
-def test_path_of_a_disk_is_derived_from_its_hint(hint: Any, place: str | None) -> None:
+def test_disk_path_is_derived_from_its_hint(hint: Any, place: str | None) -> None:
     disk = hints.from_hint("disk-a", hint, ENV)
 
     assert disk.cid == "disk-a"
@@ -44,7 +44,6 @@ def test_path_of_a_disk_is_derived_from_its_hint(hint: Any, place: str | None) -
 
 
 def test_disk_hint_file_matches_the_go_agents_format(tmp_path: Path) -> None:
-    """The expected text is what the Go agent wrote for the same hint."""
     path = tmp_path / "persistent_disk_hints.json"
 
     hints.save(path, {"disk-b": hints.from_hint("disk-b", "/dev/sdz", ENV)})
@@ -80,7 +79,7 @@ def test_disk_hint_file_keeps_every_member(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
+@pytest.mark.attack("a reader finds arguments, values or signed URLs in an audit record or an error")
 def test_disk_hint_as_text_contains_no_secret() -> None:
     disk = hints.from_hint("a", {"path": "/p", "iscsi_settings": {"password": "canary"}}, ENV)
 

@@ -1,4 +1,4 @@
-"""Markers, the files on a volume that say which disk it is."""
+"""Tests markers, the files on a volume that say which disk it is."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_disk_marker_is_readable_only_by_root(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / ".agent_shim").iterdir()] == ["disk.json"]
 
 
-def test_disk_marker_of_a_later_version_is_understood(tmp_path: Path) -> None:
+def test_disk_marker_from_a_later_version_is_understood(tmp_path: Path) -> None:
     (tmp_path / ".agent_shim").mkdir()
     (tmp_path / ".agent_shim/disk.json").write_text('{"cid":"a","role":"store","version":2,"colour":"blue"}')
 

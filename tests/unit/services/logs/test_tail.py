@@ -1,4 +1,4 @@
-"""Streaming of job logs that are rotated, truncated, flooded or replaced by symlinks."""
+"""Tests streaming of job logs that are rotated, truncated, flooded or replaced by symlinks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def append(path: Path, text: str) -> None:
 
 
 def new_output(follower: Follower, clock: Clock) -> list[str]:
-    """Advance the clock until the follower is due to search for new files, and return the lines of its next poll."""
+    """Advance the clock until the follower is due to search for new files, and return the lines from its next poll."""
     clock.now += tail.SEARCH_PERIOD_S
     return [line.plain() for line in follower.poll()]
 
@@ -66,7 +66,7 @@ def test_tail_shows_a_line_once_it_is_complete(tmp_path: Path, follower: Followe
     assert new_output(follower, clock) == ["web/a.log | begin"]
 
 
-def test_tail_finishes_a_renamed_log_and_reads_the_new_one(tmp_path: Path, follower: Follower, clock: Clock) -> None:
+def test_tail_finishes_a_renamed_log_and_reads_the_new_log(tmp_path: Path, follower: Follower, clock: Clock) -> None:
     log = tmp_path / "web/a.log"
     append(log, "1\n")
     assert new_output(follower, clock) == ["web/a.log | 1"]
@@ -109,9 +109,8 @@ def _target(link: Path) -> str:
         return ""
 
 
-@pytest.mark.attack("a job exposes other users' files through links or hard links in its log directory")
+@pytest.mark.attack("a job exposes other users' files through symlinks or hard links in its log directory")
 def test_tail_follows_no_symlink(tmp_path: Path, follower: Follower, clock: Clock) -> None:
-    """By means of a symlink, a job could make the log reader show files that only root may read."""
     secret = tmp_path.parent / f"{tmp_path.name}-secret.log"
     secret.write_text("password\n")
     (tmp_path / "web").mkdir()
@@ -155,7 +154,7 @@ def _new_lines(follower: Follower, clock: Clock) -> list[LogLine]:
     return list(follower.poll())
 
 
-def test_tail_shows_the_last_lines_and_then_new_ones(tmp_path: Path, clock: Clock) -> None:
+def test_tail_shows_the_last_lines_and_then_new_lines(tmp_path: Path, clock: Clock) -> None:
     append(tmp_path / "web/a.log", "".join(f"{number}\n" for number in range(100)))
     append(tmp_path / "other/b.log", "not asked for\n")
     follower = Follower(tmp_path, "web", clock=clock)
@@ -177,7 +176,6 @@ def test_tail_escapes_invalid_utf_8_and_keeps_json_valid() -> None:
 
 @pytest.mark.attack("a job gives its logs names that are not UTF-8")
 def test_tail_escapes_a_file_name_in_invalid_utf_8(tmp_path: Path, follower: Follower, clock: Clock) -> None:
-    """The file's lines appear under the escaped name, and the lines of other jobs are not affected."""
     (tmp_path / "evil").mkdir()
     (tmp_path / "evil" / os.fsdecode(b"\xff\n\x1b[2J.log")).write_text("mine\n")
     append(tmp_path / "good/x.log", "theirs\n")
@@ -192,10 +190,6 @@ def test_tail_escapes_a_file_name_in_invalid_utf_8(tmp_path: Path, follower: Fol
 def test_tail_limits_files_per_job_without_excluding_other_jobs(
     tmp_path: Path, follower: Follower, clock: Clock
 ) -> None:
-    """The limit is divided among the jobs, and each job's share is used for its most recently written files.
-
-    A job with too many files is reported once.
-    """
     (tmp_path / "evil").mkdir()
     for number in range(tail.MAX_FILES + 100):
         path = tmp_path / f"evil/{number}.log"
@@ -215,7 +209,7 @@ def test_tail_limits_files_per_job_without_excluding_other_jobs(
     assert new_output(follower, clock) == ["late/x.log | late"]
 
 
-def test_tail_skips_a_hole_of_terabytes_in_a_sparse_file(tmp_path: Path, clock: Clock) -> None:
+def test_tail_skips_holes_in_a_sparse_file(tmp_path: Path, clock: Clock) -> None:
     """A job can create such a sparse file easily, but reading it would take hours."""
     follower = Follower(tmp_path, clock=clock)
     append(tmp_path / "evil/x.log", "first\n")

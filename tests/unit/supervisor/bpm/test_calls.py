@@ -1,4 +1,4 @@
-"""Recognition of programs in a monit file that call ``bpm start`` or ``bpm stop``."""
+"""Tests how programs in a monit file that call ``bpm start`` or ``bpm stop`` are recognized."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ BPM = "/var/vcap/jobs/bpm/bin/bpm"
     ],
 )
 def test_bpm_start_and_stop_commands_are_recognized(argv: tuple[str, ...], call: BpmCall | None) -> None:
-    """Without the option ``-p``, bpm uses the process with the name of the job."""
+    """Without the ``-p`` option, bpm uses the process that is named after the job."""
     assert bpm_call(argv) == call

@@ -1,4 +1,4 @@
-"""Parsing of bpm.yml: all keys and their defaults, scalars as Go interprets them, and errors with their position."""
+"""Tests parsing bpm.yml: all keys and their defaults, scalars as Go interprets them, and errors with their position."""
 
 from __future__ import annotations
 
@@ -77,7 +77,6 @@ def test_bpm_process_limit_below_one_means_no_limit(written: int, limit: int | N
 
 
 def test_every_bpm_key_is_parsed() -> None:
-    """Keys that bpm does not know are ignored."""
     file = parse(WHOLE)
 
     assert file.processes[0] == ProcessConfig(
@@ -139,7 +138,6 @@ def test_bpm_config_does_not_convert_text_values(written: str, expected: str) ->
 
 
 def test_bpm_env_values_are_text() -> None:
-    """Keys are also converted to text. A null value becomes an empty text, and a null key is ignored."""
     assert one("env: {A: true, 5: 0x1f, yes: ~, ~: x, <<: {A: 1, B: 2}}").env == {
         "A": "true",
         "5": "0x1f",
@@ -210,7 +208,6 @@ def test_bpm_numbers_are_parsed(written: str, expected: int | None) -> None:
     ],
 )
 def test_bpm_memory_sizes_are_parsed(written: str, expected: int | None) -> None:
-    """A size is a number directly followed by a unit. Each unit is 1024 times the previous one."""
     if expected is None and written != "~":
         assert "expected a number and a unit" in refusal(
             f"processes:\n- {{name: a, executable: b, limits: {{memory: {written}}}}}"
@@ -228,7 +225,6 @@ def test_null_value_in_a_bpm_config_means_the_default(key: str) -> None:
 
 
 def test_bpm_config_resolves_anchors_and_merges() -> None:
-    """A mapping's own keys override merged ones, and the first merged mapping overrides the next."""
     file = parse(
         """
 base: &base {executable: /base, workdir: /base, env: &env {A: b}}
@@ -267,7 +263,6 @@ processes:
     ],
 )
 def test_invalid_bpm_config_is_rejected(text: str, expected: str) -> None:
-    """The error contains the line, the path of the key, the value found and what was expected."""
     assert refusal(text) == expected
 
 
@@ -326,9 +321,8 @@ def test_invalid_bpm_process_is_rejected(text: str, expected: str) -> None:
     assert expected in str(refused.value)
 
 
-@pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
+@pytest.mark.attack("a reader finds arguments, values or signed URLs in an audit record or an error")
 def test_bpm_env_values_are_not_shown_in_errors() -> None:
-    """The error says what is wrong without quoting the value, which may be a secret."""
     with pytest.raises(ConfigError) as refused:
         one('env: {A: "secret\\0"}')
 
@@ -336,7 +330,6 @@ def test_bpm_env_values_are_not_shown_in_errors() -> None:
 
 
 def test_bpm_root_directory_is_configurable() -> None:
-    """If another root directory is configured, volumes must be inside that directory."""
     text = "processes:\n- {name: a, executable: b, additional_volumes: [{path: /scratch/data/x}]}"
 
     assert (

@@ -1,4 +1,4 @@
-"""Equality of the values that represent a monit file."""
+"""Tests how the values that represent a monit file are compared."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from agent_shim.supervisor.monit.ast import ALERT, Check, Ignored, Missing, Moni
 
 
 def test_monit_checks_compare_equal_regardless_of_position() -> None:
-    """The name of the file and the line numbers do not affect equality."""
     assert Check("system", "a", line=1) == Check("system", "a", line=2)
     assert MonitFile(origin="a") == MonitFile(origin="b")
     assert hash(MonitFile(origin="a")) == hash(MonitFile(origin="b"))

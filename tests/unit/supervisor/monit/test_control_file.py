@@ -1,4 +1,4 @@
-"""Reading of monit's control file: the one in a stemcell, other valid files, and errors with their position."""
+"""Tests reading monit's control file: the one in a stemcell, other valid files, and errors with their position."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ def read(base: Path, text: str) -> control_file.Control:
     return control_file.read(path)
 
 
-def test_monit_control_file_of_a_stemcell_is_read(tmp_path: Path) -> None:
-    """Like monit, the agent reads included files in descending order of their names.
-
-    The names begin with numbers that descend from the first job to the last, so the result is the manifest's order.
+def test_stemcells_monit_control_file_is_read(tmp_path: Path) -> None:
+    """Like monit, the agent reads included files in descending order of their names. The names begin with numbers that
+    descend from the first job to the last, so the result is the manifest's order.
     """
     (tmp_path / "job").mkdir()
     (tmp_path / "monit.user").write_text("vcap:secret\n")
@@ -57,11 +56,11 @@ def test_monit_control_file_of_a_stemcell_is_read(tmp_path: Path) -> None:
         ("", {}),
     ],
 )
-def test_monit_control_file_allow_statements_determine_who_may_call(
+def test_monit_control_file_allow_statements_determine_who_may_send_requests(
     tmp_path: Path, text: str, users: dict[bytes, bool] | None
 ) -> None:
     """If only hosts are allowed, no password is required, so there are no credentials (None). Without any ``allow``,
-    nobody may call.
+    nobody may send requests.
     """
     assert read(tmp_path, f"set httpd port 2822 {text}").credentials() == users
 

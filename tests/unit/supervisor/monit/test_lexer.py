@@ -1,4 +1,4 @@
-"""Splitting of monit files into tokens, including cases that line-based patterns would get wrong."""
+"""Tests splitting monit files into tokens, including cases that line-based patterns would get wrong."""
 
 from __future__ import annotations
 
@@ -85,9 +85,8 @@ def test_lexer_splits_words(text: str, expected: list[str]) -> None:
     ],
 )
 def test_lexer_splits_program_arguments(text: str, expected: list[str]) -> None:
-    """A command is split into arguments only if it is in double quotes on the same line as the keyword.
-
-    Within the double quotes, a single quote has a special meaning only at the start of an argument.
+    """A command is split into arguments only if it is in double quotes on the same line as the keyword. Within the
+    double quotes, a single quote has a special meaning only at the start of an argument.
     """
     assert words(text) == expected
 
@@ -115,7 +114,6 @@ def test_lexer_splits_program_arguments(text: str, expected: list[str]) -> None:
     ],
 )
 def test_lexer_reads_any_word_after_check_and_group_as_a_name(text: str, expected: list[str]) -> None:
-    """After ``check`` and ``group``, even a keyword is a name."""
     assert words(text) == expected
 
 
@@ -135,7 +133,6 @@ def test_lexer_reads_any_word_after_check_and_group_as_a_name(text: str, expecte
     ],
 )
 def test_lexer_reads_dependency_lists(text: str, expected: list[str]) -> None:
-    """A list continues after a comma, which may have one line break before or after it."""
     assert words(text) == expected
 
 
@@ -150,11 +147,10 @@ def test_lexer_reads_dependency_lists(text: str, expected: list[str]) -> None:
     ],
 )
 def test_lexer_decodes_only_known_escapes(text: str, expected: str) -> None:
-    """An escaped byte that is not valid UTF-8 is kept as a surrogate, so that encoding restores it."""
     assert unescape(text) == expected
 
 
-def test_lexer_records_the_offsets_of_tokens() -> None:
+def test_lexer_records_token_offsets() -> None:
     text = "set  daemon\n'x'"
 
     assert [text[token.start : token.end] for token in lex(text)] == ["set", "daemon", "'x'", ""]
@@ -193,7 +189,6 @@ def test_lexer_recognizes_words_in_any_case_and_spacing(spelled: list[tuple[tupl
 
 @given(st.text())
 def test_lexer_splits_any_text_into_ordered_tokens(text: str) -> None:
-    """The tokens do not overlap, and the last one marks the end of the text."""
     tokens = lex(text)
 
     assert tokens[-1].kind == "END"

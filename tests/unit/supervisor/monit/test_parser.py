@@ -1,4 +1,4 @@
-"""Parsing of monit files: checks with their options, errors, and dependencies between files."""
+"""Tests parsing monit files: checks with their options, errors, and dependencies between files."""
 
 from __future__ import annotations
 
@@ -87,7 +87,6 @@ def test_parser_reads_every_part_of_a_check() -> None:
 
 
 def test_parser_keeps_line_numbers() -> None:
-    """Checks, rules and ignored statements have line numbers, which do not affect equality."""
     check = parse(WORKER).services[0]
 
     assert (check.line, [rule.line for rule in check.rules]) == (3, [11, 12, 14])
@@ -121,21 +120,19 @@ def test_parser_reads_all_kinds_of_checks(text: str, expected: Check) -> None:
     assert parse(text).services == (expected,)
 
 
-def test_address_of_a_host_check_is_the_default_for_its_connections() -> None:
-    """A connection test that names no host connects to the address of its check."""
+def test_host_checks_address_is_the_default_for_its_connections() -> None:
     (check,) = parse('check host a with address "10.0.0.1" if failed port 80 then alert').services
 
     assert (check.address, [rule.test for rule in check.rules]) == ("10.0.0.1", [Connection("10.0.0.1", 80)])
 
 
-def test_last_of_several_start_programs_of_a_check_is_used() -> None:
+def test_last_start_program_in_a_check_is_used() -> None:
     (check,) = parse('check a pidfile /p start "/x" start "/y"').services
 
     assert check.start == MonitProgram(("/y",))
 
 
 def test_parser_lists_ignored_statements_with_their_lines() -> None:
-    """``set`` and ``include`` statements come first, followed by the alerts of the checks."""
     file = parse('set  logfile\nsyslog\ncheck a pidfile /p\nnoalert x@y\ninclude  "/a b/*"\nalert x@z\nset daemon 5')
 
     assert file.ignored == (
@@ -214,7 +211,6 @@ def test_parser_lists_ignored_statements_with_their_lines() -> None:
     ],
 )
 def test_invalid_monit_file_is_rejected(text: str, expected: str) -> None:
-    """The error contains the position, the text found and what was expected."""
     assert expected in refusal(text)
 
 
@@ -228,12 +224,10 @@ def service(name: str, *depends: str) -> str:
 
 
 def test_monit_service_may_depend_on_a_service_in_another_file() -> None:
-    """A dependency may name a service that is defined later, and the name is not case-sensitive."""
     assert problems(service("a", "B", "c"), service("b", "c") + service("C")) == []
 
 
-def test_dependency_problems_of_several_monit_files_are_found() -> None:
-    """Duplicate names, and missing and circular dependencies, are reported with their position."""
+def test_dependency_problems_across_monit_files_are_found() -> None:
     found = problems(service("a", "x"), service("b", "c") + service("A"), service("c", "d"), service("d", "b", "a"))
 
     assert found == [
@@ -244,7 +238,6 @@ def test_dependency_problems_of_several_monit_files_are_found() -> None:
 
 
 def test_every_dependency_cycle_is_found() -> None:
-    """Cycles without a common service are separate errors. A service that only leads into a cycle is not reported."""
     found = problems(service("z", "a") + service("a", "a") + service("b", "c") + service("c", "b"))
 
     assert found == [
@@ -262,7 +255,7 @@ def test_long_dependency_chains_are_accepted() -> None:
 
 
 def test_converging_dependencies_are_checked_quickly() -> None:
-    """Each service of the twelve levels depends on both services of the next level, so there are thousands of paths."""
+    """Each service on the twelve levels depends on both services on the next level, so there are thousands of paths."""
     levels = "".join(
         service(f"{side}{level}", f"a{level + 1}", f"b{level + 1}") for side in "ab" for level in range(12)
     )
@@ -270,7 +263,7 @@ def test_converging_dependencies_are_checked_quickly() -> None:
     assert problems(levels + service("a12") + service("b12")) == []
 
 
-def test_parser_reports_all_errors_of_a_file_at_once() -> None:
+def test_parser_reports_all_errors_in_a_file_at_once() -> None:
     """After an error, parsing resumes at the next statement that begins a line, so that one error causes no others."""
     text = """check process web with pidfile run/web.pid
   start program "/bin/true"
@@ -309,7 +302,6 @@ def test_parser_reports_no_errors_after_an_unclosed_quote() -> None:
 
 @pytest.mark.parametrize("rest", ["\n  mode \0\n  mode c\n", "\n5 mode c\n"])
 def test_parser_reports_one_error_per_line(rest: str) -> None:
-    """After a NUL byte, nothing more is reported."""
     with pytest.raises(ConfigError) as refused:
         parse(f"check process a pidfile b{rest}", origin="monit")
 
@@ -340,4 +332,4 @@ def test_parser_keeps_ignored_statements_unchanged(text: str) -> None:
 
     assert ignored.statement.replace("\n", " ") == text.removeprefix("check a pidfile /p\n").replace("\n", " ")
     (ignored,) = parse("SET\n daemon   10 with START\tdelay of 5").ignored
-    assert ignored.statement == "SET daemon 10 START delay 5"  # without repeated blanks and noise words
+    assert ignored.statement == "SET daemon 10 START delay 5"  # Repeated spaces and noise words are dropped.

@@ -1,4 +1,4 @@
-"""Rendering of monit files in a canonical form, without losing information."""
+"""Tests that rendering a parsed monit file in its canonical form loses no information."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ check file log with path "/log"
 
 
 def test_rendered_monit_file_is_canonical() -> None:
-    """Parsing and rendering must not change a text that is already canonical."""
     text = CANONICAL.replace("uid vcap", 'uid "vcap"')
 
     assert monit_render.render(parser.parse(text, origin="x")) == text
@@ -235,12 +234,12 @@ def files(draw: st.DrawFn) -> MonitFile:
     others = [
         Ignored(UNSUPPORTED if check.kind == "host" else "noalert a@b", check.name)
         for check in services
-        if check.kind == "host" or draw(st.booleans())  # a host check must have a test
+        if check.kind == "host" or draw(st.booleans())  # A host check must have a test.
     ]
     return MonitFile(tuple(services), (*map(Ignored, outside), *others))
 
 
 @given(files())
 @settings(max_examples=50)
-def test_parsing_a_rendered_monit_file_restores_it(file: MonitFile) -> None:
+def test_rendered_monit_file_parses_to_the_original(file: MonitFile) -> None:
     assert parser.parse(monit_render.render(file), origin="rendered") == file

@@ -1,4 +1,4 @@
-"""The token reader, and the errors that it raises."""
+"""Tests the token reader and its errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from agent_shim.supervisor.monit.reader import Reader
     ],
 )
 def test_parser_error_contains_the_line_column_and_token(text: str, expected: str) -> None:
-    """Lines and columns are counted from one. A column counts characters and not bytes."""
     assert str(Reader(text).error("b")) == f"{expected}, expected b"
 
 
@@ -38,7 +37,6 @@ def test_reader_returns_the_end_token_repeatedly() -> None:
 
 
 def test_reader_removes_includes_between_any_tokens() -> None:
-    """An ``include`` may be between any two words of another statement."""
     reader = Reader("set include /a daemon include /b")
 
     assert [token.value for token in reader.includes] == ["/a", "/b"]

@@ -1,4 +1,4 @@
-"""Parsing of rules: tests, rates, actions, recovery, and programs with their users."""
+"""Tests parsing rules: tests, rates, actions, recovery, and programs with their users."""
 
 from __future__ import annotations
 
@@ -112,10 +112,9 @@ def test_change_and_restart_rules_have_no_recovery() -> None:
     assert rule("if 2 restarts 3 cycles then alert").test == Restarts(2, 3)
 
 
-def test_rule_keywords_of_newer_monit_versions_are_ordinary_words() -> None:
-    """Newer versions have ``exec ... repeat every N cycles``.
-
-    In monit 5.2.5, ``repeat`` is an argument of the program, and ``every`` is an option of the check.
+def test_rule_keywords_from_newer_monit_versions_are_ordinary_words() -> None:
+    """Newer versions have ``exec ... repeat every N cycles``. In monit 5.2.5, ``repeat`` is an argument of the program,
+    and ``every`` is an option of the check.
     """
     text = f'{HEADS["process"]} if not exist then exec "/x" repeat every 5 cycles'
     (check,) = parser.parse(text, origin="x").services
@@ -182,7 +181,6 @@ def test_rule_keywords_of_newer_monit_versions_are_ordinary_words() -> None:
     ],
 )
 def test_invalid_rule_is_rejected(text: str, expected: str) -> None:
-    """The error contains the position, the text found and what was expected."""
     assert expected in refusal(text)
 
 
@@ -314,8 +312,7 @@ def test_unsupported_rules_are_listed_as_ignored(kind: str, text: str) -> None:
         ("host", "failed unixsocket /s", None),
     ],
 )
-def test_parser_accepts_only_the_rules_of_each_kind_of_check(kind: str, text: str, expected: Test | None) -> None:
-    """As in monit, a rule that belongs to another kind of check is rejected."""
+def test_parser_accepts_only_rules_for_the_kind_of_check(kind: str, text: str, expected: Test | None) -> None:
     if expected is None:
         refusal(f"if {text} then alert", kind)
     else:

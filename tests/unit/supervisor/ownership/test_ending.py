@@ -1,4 +1,4 @@
-"""How the exit of a process is described and counted."""
+"""Tests how a process's exit is described and counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding and recording the process of a service. ``integration/test_supervisor.py`` tests the whole lifecycle."""
+"""Tests finding and recording a service's process. ``integration/test_supervisor.py`` tests the whole lifecycle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agent_shim.supervisor.plan import ProcessSpec
 
 
 @pytest.mark.parametrize(("is_alive", "ended"), [(True, set()), (False, {77})])
-async def test_exit_of_the_start_program_is_recorded(tmp_path: Path, is_alive: bool, ended: set[int]) -> None:
+async def test_start_programs_exit_is_recorded(tmp_path: Path, is_alive: bool, ended: set[int]) -> None:
     finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
     finder.program = cast("Any", SimpleNamespace(is_alive=is_alive, identity=(77, 5)))
     recorded: list[object] = []
@@ -33,7 +33,7 @@ async def test_exit_of_the_start_program_is_recorded(tmp_path: Path, is_alive: b
 
 
 UNUSED = 2**22 + 8
-"""A pid that no process can have, because it is above the limit of Linux."""
+"""A pid that no process can have, because it is above Linux's limit."""
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ async def test_found_process_is_recorded_and_saved(
         (0, "S", None, None),
     ],
 )
-async def test_pidfile_alone_identifies_the_process_of_a_service_without_a_start_program(
+async def test_pidfile_alone_identifies_the_process_if_the_service_has_no_start_program(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     pid: int,
@@ -88,7 +88,7 @@ async def test_pidfile_alone_identifies_the_process_of_a_service_without_a_start
     is_only_named: bool | None,
     relation: list[Tie],
 ) -> None:
-    """The parameter 0 stands for the agent's own pid. Neither the agent nor a zombie is accepted."""
+    """A ``pid`` of 0 is replaced with the agent's own. Neither the agent nor a zombie is accepted."""
     (tmp_path / "pid").write_text(str(pid or os.getpid()))
     monkeypatch.setattr(proc, "stat", lambda number: proc.Stat(number, state, 0, number, number, 0, 80, 0))
     traces, spec = ProcessRecord(), ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"), start=start)
@@ -111,7 +111,7 @@ async def test_process_finder_reports_why_it_rejected_a_process(tmp_path: Path, 
     assert finder.refused == f"the pidfile names process 1 ({proc.name(1)}): it is foreign"
 
 
-async def test_path_of_a_check_is_assumed_to_exist_until_the_first_check(tmp_path: Path) -> None:
+async def test_checked_path_is_assumed_to_exist_until_the_first_check(tmp_path: Path) -> None:
     """If the path were assumed to be missing, a stop before the first check would not run the stop program."""
     finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
     spec = ProcessSpec(name="web", job="web", kind="file", path=tmp_path / "absent")
@@ -121,8 +121,7 @@ async def test_path_of_a_check_is_assumed_to_exist_until_the_first_check(tmp_pat
     assert not await finder.look(spec, ProcessRecord())
 
 
-async def test_process_finder_waits_for_a_process_until_the_start_timeout() -> None:
-    """The wait must not block the event loop."""
+async def test_process_finder_waits_for_the_process_without_blocking_the_loop() -> None:
     finder = ProcessFinder(cast("Any", None), Timing(linger=0.0), lambda: None)
     program: Any = Handle("program", [])
     finder.program = program
@@ -160,7 +159,7 @@ class Handle:
         self._calls.append(f"terminate {self._name}")
 
 
-async def test_process_handles_are_released_once() -> None:
+async def test_each_process_handle_is_released_only_once() -> None:
     """If the start program has become the service's process, both are the same process and share one handle."""
     calls: list[str] = []
     finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
@@ -215,7 +214,7 @@ WAITING = object()
         ("2", 0, 0.0, "process 2 of the pidfile exited immediately"),
     ],
 )
-async def test_start_fails_once_no_process_can_appear_any_more(
+async def test_start_fails_as_soon_as_no_process_can_appear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, status: int | None, linger: float, why: object
 ) -> None:
     """A process may still appear for a while after the start program has exited, and while its pidfile names a

@@ -1,4 +1,4 @@
-"""The record of a service's processes, and the pidfiles from which they are read."""
+"""Tests the record of a service's processes, and the pidfiles from which they are read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_process_record_forgets_an_exited_process() -> None:
     assert record.program is None
 
 
-def test_process_record_drops_ended_processes_when_new_ones_are_added() -> None:
+def test_process_record_drops_exited_processes_when_new_ones_are_added() -> None:
     itself = proc.stat(os.getpid())
     assert itself is not None
     record = ProcessRecord(others=[PROCESS])
@@ -62,7 +62,7 @@ def test_pidfile_is_new_if_it_differs_from_the_one_before_the_start() -> None:
     assert (record.program, record.begun, record.before) == (PROGRAM, 80, old)
 
 
-def test_pidfile_record_has_the_time_and_owner_of_the_file(tmp_path: Path) -> None:
+def test_pidfile_record_has_the_files_time_and_owner(tmp_path: Path) -> None:
     path = tmp_path / "pid"
     path.write_text("12")
     os.utime(path, ns=(0, 1_500_000_000_000_000_000))

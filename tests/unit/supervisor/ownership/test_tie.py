@@ -1,4 +1,4 @@
-"""How a process relates to the service whose pidfile or pattern names it."""
+"""Tests how a process relates to the service whose pidfile or pattern matches it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def keepers(owner: str = "", keeper: int = 0) -> Any:
     return SimpleNamespace(owner=lambda _: owner, pids={keeper}, base=Path("/var/vcap"))
 
 
-@pytest.mark.attack("a job names a process of root or of another job in its pidfile")
+@pytest.mark.attack("a job writes the pid of a root process or of another job's process into its pidfile")
 @pytest.mark.parametrize(
     ("owner", "expected"),
     [
@@ -84,7 +84,7 @@ def test_pidfile_must_be_newer_than_the_process_and_owned_by_a_user_who_may_sign
     assert tie(keepers("web"), ONE, SPEC, ProcessRecord(), pidfile)[0] is Tie.OWNED
 
 
-@pytest.mark.attack("a job makes a dead service appear to be running by putting an operator's process in its pidfile")
+@pytest.mark.attack("a job makes a dead service appear to be running by using the pid of an operator's process")
 @pytest.mark.parametrize(
     ("line", "executable", "owner", "is_named"),
     [
@@ -97,7 +97,7 @@ def test_pidfile_must_be_newer_than_the_process_and_owned_by_a_user_who_may_sign
         ("web -d", "/var/vcap/data/packages/web/1/bin/web", USER + 1, True),
     ],
 )
-def test_process_without_a_keeper_must_run_a_program_of_a_job(
+def test_process_without_a_keeper_is_accepted_only_if_it_runs_a_job_program(
     monkeypatch: pytest.MonkeyPatch, line: str, executable: str, owner: int, is_named: bool
 ) -> None:
     """A process without a keeper was started by hand or by monit. The agent watches such a process but never signals
@@ -113,7 +113,7 @@ def test_process_without_a_keeper_must_run_a_program_of_a_job(
 
 
 def test_stale_pidfile_does_not_identify_a_new_process_with_the_same_pid() -> None:
-    """The pid of a process may be reused after it exits, so its old pidfile is ignored. A pidfile written later
+    """A process's pid may be reused after the process exits, so its old pidfile is ignored. A pidfile written later
     is accepted.
     """
     record = ProcessRecord(named_by=NEWER)
@@ -122,7 +122,7 @@ def test_stale_pidfile_does_not_identify_a_new_process_with_the_same_pid() -> No
     assert tie(keepers("web"), ONE, SPEC, record, NEWER._replace(inode=8))[0] is Tie.OWNED
 
 
-def test_start_program_is_the_process_only_if_the_pidfile_was_written_after_its_start() -> None:
+def test_start_program_counts_as_the_process_only_if_the_pidfile_was_written_after_it_started() -> None:
     record = ProcessRecord()
     record.begin(ONE.identity, OLDER)
 
@@ -130,8 +130,8 @@ def test_start_program_is_the_process_only_if_the_pidfile_was_written_after_its_
     assert tie(keepers("web"), ONE, SPEC, record, NEWER)[0] is Tie.OWNED
 
 
-def test_recorded_process_still_belongs_to_the_service_without_a_keeper() -> None:
-    """The keeper of a recorded process may have been killed, or the process may never have had one."""
+def test_recorded_process_without_a_keeper_still_belongs_to_its_service() -> None:
+    """A recorded process's keeper may have been killed, or the process may never have had one."""
     assert tie(keepers(), ONE, SPEC, ProcessRecord(known=ONE.identity), OLDER)[0] is Tie.OWNED
     assert tie(keepers(), ONE, SPEC, ProcessRecord(known=ONE.identity, is_only_named=True), OLDER)[0] is Tie.NAMED
     assert tie(keepers(), ONE, SPEC, ProcessRecord(others=[ONE.identity]), OLDER)[0] is Tie.OWNED
@@ -147,9 +147,9 @@ def test_pidfile_may_name_pid_1_after_a_start() -> None:
     assert tie(keepers(), first, SPEC, ProcessRecord(), NEWER) == (Tie.NONE, "it is PID 1")
 
 
-@pytest.mark.attack("a job names a process of root or of another job in its pidfile")
+@pytest.mark.attack("a job writes the pid of a root process or of another job's process into its pidfile")
 @pytest.mark.parametrize("which", ["keeper", "child"])
-def test_pidfile_that_names_a_process_of_the_agent_is_rejected(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+def test_pidfile_that_names_an_agent_process_is_rejected(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     """The agent's own processes are its keepers, sshd and workers."""
     monkeypatch.setattr(process, "is_spawned", lambda _: which == "child")
 
@@ -172,7 +172,7 @@ def test_pidfile_that_names_a_process_of_the_agent_is_rejected(monkeypatch: pyte
         ({}, ProcessRecord(), None),
     ],
 )
-def test_pattern_finds_the_recorded_process_or_the_oldest(
+def test_pattern_selects_the_recorded_process_or_else_the_oldest(
     monkeypatch: pytest.MonkeyPatch,
     owners: dict[int, str],
     record: ProcessRecord,
@@ -180,7 +180,7 @@ def test_pattern_finds_the_recorded_process_or_the_oldest(
 ) -> None:
     """The start program, which may be a script that is still running, is chosen only if no other process matches.
 
-    Processes of other services are ignored.
+    Other services' processes are ignored.
     """
     processes = {pid: proc.Stat(pid, "S", 7, pid, pid, 0, pid * 10, 0) for pid in (*owners, 1, os.getpid(), 12)}
     monkeypatch.setattr(proc, "table", lambda: processes)
