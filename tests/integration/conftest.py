@@ -1,5 +1,6 @@
-"""Fixtures for tests of a whole agent process with a private bus and a Director, and for blob tests with a directory
-tree and an HTTP server.
+"""Fixtures for tests of a whole agent process, and for blob tests.
+
+Each agent has its own bus and Director. Blob tests get a directory tree and an HTTP server.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Upgrades with running jobs from the last revision in which the agent started jobs without a keeper process."""
+"""Upgrades from the last revision in which the agent started jobs without a keeper process. The jobs keep running."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def former(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def left(world: JobTree, former: Path) -> tuple[int, int]:
-    """Start a job with an agent of the revision ``former``, then kill this agent. Return the pids of the job's process
-    and of that process's child.
+    """Start a job with an agent from the ``former`` revision, then kill the agent. Return the pids of the job's
+    process and its child.
     """
     child = world.base / "child"
     jobs = [world.job("web", f"sleep 600 & echo $! >{child}; echo $$ >$pidfile; {LASTING}", "exit 0", timeout=1)]
@@ -55,10 +55,9 @@ async def left(world: JobTree, former: Path) -> tuple[int, int]:
     return pids[0] or 0, pids[1] or 0
 
 
-async def test_jobs_of_an_agent_without_keepers_keep_running_and_can_be_stopped(
+async def test_jobs_from_an_agent_without_keepers_keep_running_and_can_be_stopped(
     world: JobTree, left: tuple[int, int]
 ) -> None:
-    """The processes have no keeper, so the new agent finds them through the state that the old agent saved."""
     async with world.supervisor() as supervisor:
         assert await supervisor.recover()
         assert (await in_state(supervisor, "web", "running")).pid == left[0]
@@ -67,7 +66,7 @@ async def test_jobs_of_an_agent_without_keepers_keep_running_and_can_be_stopped(
     assert not any(map(is_alive, left))
 
 
-async def test_job_of_an_agent_without_keepers_gets_a_keeper_at_its_next_start(
+async def test_job_from_an_agent_without_keepers_gets_a_keeper_at_its_next_start(
     world: JobTree, left: tuple[int, int]
 ) -> None:
     async with world.supervisor() as supervisor:
@@ -86,8 +85,8 @@ async def test_job_of_an_agent_without_keepers_gets_a_keeper_at_its_next_start(
 
 @pytest.mark.root
 async def test_detached_daemon_started_by_an_agent_without_keepers_is_stopped(world: JobTree, former: Path) -> None:
-    """The daemon has left its session, dropped its environment and lost its parent, so the new agent can find it only
-    through the cgroup in which the old agent placed the job.
+    """The daemon has left its session and cleared its environment, and its parent has exited, so the new
+    agent can find it only through the cgroup in which the old agent placed the job.
     """
     if not job_cgroups.hierarchies():
         pytest.skip("no cgroups here")

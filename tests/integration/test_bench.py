@@ -1,4 +1,4 @@
-"""Runs ``./dev bench`` with fake benchmarks, and with a failing program instead of an agent."""
+"""``./dev bench`` with fake benchmarks, and with a failing program instead of an agent."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ MISMATCH = f"Expected stream to have digest '{'0' * 40}' but was '{SHA1}'"
 
 @pytest.fixture
 def server(server: BlobServer) -> BlobServer:
-    """Provide a server that has the blob at ``/signed``, and at the path where the DAV provider looks for its id."""
+    """Provide a server that has the blob at ``/signed`` and at the path that the DAV provider derives from its id."""
     server.blobs = {"/signed": BLOB, f"/{SHARD}/{ID}": BLOB}
     return server
 
@@ -72,13 +72,10 @@ def left_open() -> list[str]:
     return [name for name in found if "vcap" in name]
 
 
-# --- order of jobs ----------------------------------------------------------------------------------------------------
+# --- order of sources -------------------------------------------------------------------------------------------------
 
 
 async def test_signed_url_takes_precedence_over_the_blob_id(paths: Paths, server: BlobServer, blobs: Blobs) -> None:
-    """If a request has both a signed URL and a blob id, the agent uses only the URL. It looks up the id neither locally
-    nor in the blobstore.
-    """
     (paths.blobs / ID).write_bytes(b"another")
     url = f"{server.url}/signed?sig=x"
 
@@ -87,9 +84,6 @@ async def test_signed_url_takes_precedence_over_the_blob_id(paths: Paths, server
 
 
 async def test_local_blobs_take_precedence_over_the_blobstore(paths: Paths, server: BlobServer, blobs: Blobs) -> None:
-    """The agent looks first for a blob that it received over the bus, then for one that was uploaded over HTTPS, and
-    only then in the blobstore.
-    """
     places = [paths.sensitive_blobs / ID, paths.blobs / ID]
     for place in places:
         place.write_bytes(str(place).encode())
@@ -105,15 +99,13 @@ async def test_local_blobs_take_precedence_over_the_blobstore(paths: Paths, serv
 
 @pytest.mark.parametrize("blob_id", ["a/b", "..", "../x", "a..b", ".hidden", "-option", "a\0b", "a\nb", "x" * 300])
 async def test_invalid_blob_id_is_rejected(server: BlobServer, blobs: Blobs, blob_id: str) -> None:
-    """The id is rejected before anything is requested or opened."""
     assert "it is not a plain name" in await failure(blobs, blob_id=blob_id, digest=SHA1)
     assert server.requests == []
 
 
-async def test_configured_proxies_override_proxy_variables(
+async def test_proxies_in_the_settings_override_proxy_variables(
     paths: Paths, server: BlobServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A proxy from the settings overrides the variables ``http_proxy`` and ``HTTP_PROXY``."""
     monkeypatch.setattr("agent_shim.bulk.routes.is_excepted", lambda *_: False)
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
@@ -130,7 +122,6 @@ async def test_configured_proxies_override_proxy_variables(
 async def test_local_blob_with_a_wrong_digest_fails_without_a_download(
     paths: Paths, server: BlobServer, blobs: Blobs
 ) -> None:
-    """A local blob that is corrupt is an error, even if the blobstore has an intact copy."""
     (paths.blobs / ID).write_bytes(BLOB)
 
     assert await failure(blobs, blob_id=ID, digest="0" * 40) == f"Checking blob '{ID}': {MISMATCH}"
@@ -152,7 +143,6 @@ async def test_blob_without_a_valid_digest_is_rejected(paths: Paths, blobs: Blob
     [("500", SURE), ("404", SURE), (http.HALF, SURE), (http.STALL, FAST), (http.WRONG, SURE)],
 )
 async def test_failed_download_is_retried(server: BlobServer, blobs: Blobs, first: str) -> None:
-    """The third attempt succeeds. The first two fail with an error status, partial content, a stall or wrong bytes."""
     for ref in ({"blob_id": ID}, {"signed_url": f"{server.url}/signed"}):
         server.plan = [first, first]
         server.requests.clear()
@@ -162,9 +152,6 @@ async def test_failed_download_is_retried(server: BlobServer, blobs: Blobs, firs
 
 
 async def test_download_error_reports_the_last_attempt(server: BlobServer, blobs: Blobs) -> None:
-    """The error message matches the Go agent's. It names the host and the last status, but does not contain the signed
-    URL.
-    """
     server.plan = ["500", "500", "403"] * 2
     url = f"{server.url}/signed?sig=s3cr3t"
 
@@ -179,7 +166,6 @@ async def test_download_error_reports_the_last_attempt(server: BlobServer, blobs
 
 @pytest.mark.parametrize("timing", [FAST])
 async def test_download_attempts_leave_no_files_or_descriptors(paths: Paths, server: BlobServer, blobs: Blobs) -> None:
-    """Neither failed nor successful attempts leave temporary files or open descriptors."""
     server.plan = ["500", http.HALF, http.WRONG, http.STALL]
     await failure(blobs, blob_id=ID, digest=SHA1)
     await content(blobs, blob_id=ID, digest=SHA1)
@@ -192,10 +178,6 @@ async def test_download_attempts_leave_no_files_or_descriptors(paths: Paths, ser
 async def test_full_disk_fails_a_download_without_a_retry(
     paths: Paths, server: BlobServer, blobs: Blobs, size: int
 ) -> None:
-    """The blob is not requested again, because the server is not at fault.
-
-    A limit on the size of files that this process writes simulates the full disk.
-    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -213,9 +195,7 @@ async def test_full_disk_fails_a_download_without_a_retry(
 
 
 async def test_upload_to_a_signed_url_is_not_retried(server: BlobServer, blobs: Blobs, tmp_path: Path) -> None:
-    """As in the Go agent, a failed upload is reported immediately. The caller has to retry the request, because only
-    the caller knows the blob id.
-    """
+    """As in the Go agent, the caller has to retry the request, because only the caller knows the blob id."""
     (tmp_path / "file").write_bytes(b"result")
     assert await blobs.put(tmp_path / "file", f"{server.url}/new?sig=x", {"x-ms-blob-type": "blockblob"}) == ""
     server.plan = ["500"]

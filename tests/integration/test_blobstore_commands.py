@@ -1,6 +1,4 @@
-"""Blobstores that the agent accesses through the stemcell's ``bosh-blobstore-*`` commands, tested with actions that
-upload and download blobs.
-"""
+"""Actions that upload and download blobs with the stemcell's ``bosh-blobstore-*`` commands."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def install(world: LocalAgent, provider: str, *argv: str) -> None:
-    """Install a wrapper that runs ``argv`` as the command of a provider."""
+    """Install a wrapper that runs ``argv`` as a provider's command."""
     path = world.paths.bosh_bin / f"bosh-blobstore-{provider}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'#!/bin/sh\nexec {shlex.join(argv)} "$@"\n')
@@ -57,7 +55,7 @@ def install(world: LocalAgent, provider: str, *argv: str) -> None:
 
 
 async def compile_two_packages(world: LocalAgent, source: str, digest: str) -> str:
-    """Compile a package with its source from the blobstore, and a second one that depends on the first.
+    """Compile a package whose source is in the blobstore, and a second one that depends on the first.
 
     Return the blob id of the first compiled package.
     """
@@ -74,7 +72,7 @@ DIGEST = hashlib.sha1(SOURCE).hexdigest()
 
 
 def left(world: LocalAgent) -> list[str]:
-    """Return the files and hidden entries that remain in the temporary directory."""
+    """Return the names of the files and hidden directories that remain in the temporary directory."""
     return [path.name for path in world.paths.tmp.iterdir() if path.is_file() or path.name.startswith(".")]
 
 
@@ -83,10 +81,6 @@ def left(world: LocalAgent) -> list[str]:
 
 @pytest.mark.parametrize("provider", OPTIONS)
 async def test_command_blobstore_stores_and_fetches_packages_and_logs(tmp_path: Path, provider: str) -> None:
-    """Compiled packages and logs are uploaded, and a compiled package is downloaded again as a dependency.
-
-    The command gets its options in a file that only root can read.
-    """
     store, options = tmp_path / "store", OPTIONS[provider]
     store.mkdir()
     (store / "source").write_bytes(SOURCE)
@@ -108,10 +102,6 @@ async def test_command_blobstore_stores_and_fetches_packages_and_logs(tmp_path: 
 
 
 async def test_new_blobstore_options_apply_without_a_restart(tmp_path: Path) -> None:
-    """The next request uses the new options, whether they came from the CPI or from the Director's ``update_settings``.
-
-    The new options may name another provider. The connection to the bus stays open.
-    """
     store, options = tmp_path / "store", OPTIONS["gcs"]
     store.mkdir()
     (store / "source").write_bytes(SOURCE)
@@ -171,7 +161,7 @@ def _listens(port: int) -> bool:
 
 
 def s3(method: str, url: str, data: bytes = b"") -> bytes:
-    """Send a request to the S3 server without the agent. Return the response body."""
+    """Send a request directly to the S3 server, not through the agent. Return the response body."""
     signed = "AWS4-HMAC-SHA256 Credential=key-id/20260101/us-east-1/s3/aws4_request"  # moto ignores the signature
     headers = {"Content-Type": "application/octet-stream", "Authorization": signed}
     with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=30) as response:
@@ -181,7 +171,6 @@ def s3(method: str, url: str, data: bytes = b"") -> bytes:
 
 @pytest.mark.slow
 async def test_command_blobstore_works_with_an_s3_store(tmp_path: Path) -> None:
-    """A stand-in for ``bosh-blobstore-s3`` transfers blobs to and from a simulated S3 server."""
     async with moto(tmp_path) as port:
         bucket = f"http://127.0.0.1:{port}/blobs"
         s3("PUT", bucket)
@@ -205,7 +194,8 @@ async def test_command_blobstore_works_with_an_s3_store(tmp_path: Path) -> None:
             blob_id = await compile_two_packages(world, "source", DIGEST)
             assert s3("GET", f"{bucket}/{blob_id}")[:2] == b"\x1f\x8b"
 
-            (world.paths.log / "big.log").write_bytes(os.urandom(20 << 20))  # large enough for several parts
+            # The log is large enough for an upload in several parts.
+            (world.paths.log / "big.log").write_bytes(os.urandom(20 << 20))
             logs = await world.value("fetch_logs", "job", None)
             assert hashlib.sha1(s3("GET", f"{bucket}/{logs['blobstore_id']}")).hexdigest() == logs["sha1"]
 

@@ -29,7 +29,7 @@ RECORDS = b'{"version": 3, "records": [["10.0.0.9", "other.bosh"]]}'
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Nginx]:
-    """Provide a server that requires a user and a password. It has a package source, templates and DNS records."""
+    """Provide a server that requires a user name and a password. It has a package source, templates and DNS records."""
     async with nginx(tmp_path / "nginx") as one:
         one.users(agent=PASSWORD)
         for name, content in (("source", SOURCE), ("templates", TEMPLATES), ("records", RECORDS)):
@@ -52,7 +52,7 @@ def sha1(content: bytes) -> str:
 
 
 def spec(package: dict[str, Any], templates: dict[str, Any]) -> dict[str, Any]:
-    """Return the spec of an instance with one job and one package, whose blobs are ``templates`` and ``package``."""
+    """Return the spec for an instance with one job and one package. Their blobs are ``templates`` and ``package``."""
     return {
         "deployment": "dep",
         "job": {"name": "g", "template": "web", "version": "1", "templates": [{"name": "web", "version": "1"}]},
@@ -77,10 +77,6 @@ def left(world: LocalAgent) -> list[Path]:
 async def test_dav_blobstore_with_tls_and_password_stores_and_installs_packages(
     world: LocalAgent, server: Nginx
 ) -> None:
-    """A package is compiled, uploaded to the blobstore, and installed from there.
-
-    Logs are uploaded to the blobstore, and DNS records are downloaded from it.
-    """
     value = await world.value("compile_package", "source", sha1(SOURCE), "p", "1", {})
     stored = server.path(value["result"]["blobstore_id"]).read_bytes()
     assert sha1(stored) == value["result"]["sha1"]
@@ -99,11 +95,6 @@ async def test_dav_blobstore_with_tls_and_password_stores_and_installs_packages(
 
 
 async def test_dav_blobstore_with_signed_urls_works_without_a_password(tmp_path: Path, server: Nginx) -> None:
-    """To compile and install packages, upload logs and fetch DNS records, the agent needs only signed URLs and the CA
-    in the settings.
-
-    The test sends the templates over the bus, as a Director does.
-    """
     options = {name: value for name, value in server.options("").items() if name not in ("user", "password")}
     async with made(tmp_path, **settings(options)) as world:
         request = {
@@ -144,7 +135,7 @@ async def test_dav_blobstore_with_signed_urls_works_without_a_password(tmp_path:
 async def test_error_for_a_rejected_signed_url_contains_only_host_and_status(
     world: LocalAgent, server: Nginx, change: dict[str, Any], status: int
 ) -> None:
-    """The error contains no part of the URL, because its signature may still be valid for another request."""
+    """The URL's signature may still be valid for another request."""
     url = server.signed(**{"method": "PUT", "blob_id": "logs", **change})
     said = await world.error("fetch_logs_with_signed_url", {"signed_url": url, "log_type": "job", "filters": []})
 
@@ -157,9 +148,6 @@ async def test_error_for_a_rejected_signed_url_contains_only_host_and_status(
 async def test_wrong_dav_password_or_ca_is_reported_and_can_be_replaced_without_a_restart(
     world: LocalAgent, server: Nginx
 ) -> None:
-    """The error does not show the password. After ``update_settings``, the next request uses the new password and
-    CA.
-    """
     compiling: tuple[Any, ...] = ("compile_package", "source", sha1(SOURCE), "p", "1", {})
     server.users(agent="n3w")
     said = await world.error(*compiling)

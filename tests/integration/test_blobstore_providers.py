@@ -1,4 +1,4 @@
-"""Tests of each blobstore provider with a real directory, a real server or a real command."""
+"""Each blobstore provider with a real directory, a real server or a real command."""
 
 from __future__ import annotations
 
@@ -68,9 +68,8 @@ async def content(store: Provider, blob_id: str = ID) -> bytes:
 async def test_local_blobstore_stores_and_returns_blobs(
     paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first upload creates the directory.
-
-    A blob is synced to disk before it is renamed, so that a crash cannot leave an empty file under its final name.
+    """A blob is synced to disk before it is renamed, so that a crash cannot leave an empty file under its final
+    name.
     """
     (tmp_path / "file").write_bytes(b"data")
     synced: list[tuple[int, bool]] = []
@@ -86,8 +85,7 @@ async def test_local_blobstore_stores_and_returns_blobs(
     assert synced[-2:] == [(target.stat().st_ino, False), ((tmp_path / "store").stat().st_ino, True)]
 
 
-async def test_local_blobstore_on_a_full_disk_names_the_file_and_removes_it(paths: Paths, tmp_path: Path) -> None:
-    """A limit on the size of files that this process writes simulates the full disk."""
+async def test_local_blobstore_reports_a_full_disk_and_removes_the_file(paths: Paths, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(200_000))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
@@ -101,9 +99,7 @@ async def test_local_blobstore_on_a_full_disk_names_the_file_and_removes_it(path
 
 
 async def test_create_env_cache_path_maps_to_the_uploaded_blobs_directory(paths: Paths) -> None:
-    """``bosh create-env`` configures this path, but uploaded blobs are in another directory, where the agent must
-    look.
-    """
+    """``bosh create-env`` configures the cache path, even though it uploads the blobs to another directory."""
     (paths.blobs / ID).write_bytes(b"data")
 
     assert await content(made(paths, "local", blobstore_path="/var/vcap/micro_bosh/data/cache")) == b"data"
@@ -121,18 +117,13 @@ async def test_create_env_cache_path_maps_to_the_uploaded_blobs_directory(paths:
     ],
 )
 def test_invalid_blobstore_is_rejected(paths: Paths, kind: str, options: dict[str, Any], text: str) -> None:
-    """The error names the option that is missing or has the wrong type. For ``local``, the error matches the Go
-    agent's.
-
-    A provider name must be a plain name, because the agent inserts it into a path and a command.
-    """
+    """The agent inserts the provider name into a path and a command, so the name must not contain slashes or spaces."""
     with pytest.raises(BlobError, match=text):
         made(paths, kind, **options)
 
 
 @pytest.mark.parametrize("what", ["nothing", "directory", "link"])
 async def test_local_blob_must_be_a_regular_file(paths: Paths, tmp_path: Path, what: str) -> None:
-    """The blob may be missing, a directory or a link. In each case, the error names its path."""
     if what == "directory":
         (tmp_path / ID).mkdir()
     elif what == "link":
@@ -147,11 +138,6 @@ async def test_local_blob_must_be_a_regular_file(paths: Paths, tmp_path: Path, w
 async def test_dav_path_begins_with_the_first_byte_of_the_ids_sha1(
     paths: Paths, tmp_path: Path, transfer: Transfer
 ) -> None:
-    """As in the Go agent, blobs are spread over directories that are named after the first byte of the SHA-1 of their
-    id.
-
-    Uploads and downloads also send the user and password, which may contain colons and non-ASCII letters.
-    """
     (tmp_path / "file").write_bytes(b"data")
     async with http_server() as server:
         server.user = "agent:päss:word"
@@ -169,10 +155,6 @@ async def test_dav_path_begins_with_the_first_byte_of_the_ids_sha1(
 
 
 async def test_dav_without_a_user_sends_no_credentials(paths: Paths, transfer: Transfer) -> None:
-    """An option that is null is treated as missing.
-
-    The blob id is escaped, so that it stays a single path component.
-    """
     async with http_server() as server:
         store = made(paths, "dav", transfer, endpoint=server.url, user=None, password=None)
         with pytest.raises(BlobError):
@@ -195,7 +177,7 @@ async def test_error_for_a_wrong_dav_password_contains_only_host_and_status(path
 
 
 def program(paths: Paths, body: str) -> None:
-    """Install the shell code ``body`` as ``bosh-blobstore-x``, which is called as ``-c CONFIG get|put FROM TO``."""
+    """Install the shell code ``body`` as ``bosh-blobstore-x``, which is called with ``-c CONFIG get|put FROM TO``."""
     path = paths.bosh_bin / "bosh-blobstore-x"
     path.write_text(f"#!/bin/sh\nset -e\nconfig=$2 what=$3 from=$4 to=$5\n{body}\n")
     path.chmod(0o755)
@@ -204,11 +186,6 @@ def program(paths: Paths, body: str) -> None:
 async def test_command_blobstore_gets_and_puts_blobs(
     paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command gets its options in a file that only root can read. No temporary files remain.
-
-    The command inherits the agent's variables, except that proxies from the settings replace the proxy variables in
-    lower and upper case.
-    """
     monkeypatch.setenv("HTTPS_PROXY", "http://environment:1")
     monkeypatch.setenv("NO_PROXY", "here")
     told = f'echo "$https_proxy $HTTPS_PROXY $NO_PROXY" >"{tmp_path}/told"'
@@ -226,7 +203,6 @@ async def test_command_blobstore_gets_and_puts_blobs(
 
 
 async def test_blobstore_command_may_replace_the_target_file(paths: Paths) -> None:
-    """A command may write a temporary file and rename it. If the command fails, its partial file is removed."""
     program(paths, 'echo new >"$to.part"; mv "$to.part" "$to"')
     assert await content(made(paths, "x")) == b"new\n"
     program(paths, 'echo half >"$to.part"; exit 1')
@@ -236,11 +212,8 @@ async def test_blobstore_command_may_replace_the_target_file(paths: Paths) -> No
     assert list(paths.tmp.iterdir()) == []
 
 
-@pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
+@pytest.mark.attack("a reader finds arguments, values or signed URLs in an audit record or an error")
 async def test_failed_blobstore_command_is_reported_without_secrets(paths: Paths) -> None:
-    """The command's message is reported with its host names, but without option values, URL queries and passwords in
-    URLs.
-    """
     program(
         paths,
         'echo "Error: GET https://me:word@blobs.example/b?sig=s3cr3t said 403" >&2; cat "$config"; '
@@ -260,9 +233,6 @@ async def test_failed_blobstore_command_is_reported_without_secrets(paths: Paths
 
 
 async def test_missing_or_slow_blobstore_command_is_reported(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error for a missing command matches the Go agent's. A command that exceeds its time limit fails the
-    request.
-    """
     with pytest.raises(BlobError, match="^executable bosh-blobstore-x not found in PATH$"):
         await content(made(paths, "x"))
 
@@ -273,7 +243,6 @@ async def test_missing_or_slow_blobstore_command_is_reported(paths: Paths, monke
 
 
 async def test_cancelled_blobstore_command_is_killed_with_its_children(paths: Paths, tmp_path: Path) -> None:
-    """The temporary files of the command are removed as well."""
     program(paths, f"echo $$ >{tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; sleep 1000")
     getting = asyncio.create_task(content(made(paths, "x")))
     await until((tmp_path / "pid").exists)
@@ -303,7 +272,7 @@ async def test_endless_blobstore_command_output_is_not_kept_in_memory(paths: Pat
 
 
 async def test_dummy_blobstore_accepts_uploads_and_returns_no_blob(paths: Paths, tmp_path: Path) -> None:
-    """The provider ``dummy`` is configured for agents that never handle a blob."""
+    """The ``dummy`` provider is meant for agents that never handle a blob."""
     store = made(paths, "dummy")
     await store.put(ID, tmp_path / "file")
     with pytest.raises(BlobError, match=f"cannot get {ID}: the blobstore is a dummy"):
@@ -322,14 +291,11 @@ async def test_dummy_blobstore_accepts_uploads_and_returns_no_blob(paths: Paths,
     ],
 )
 def test_blobstore_ca_is_read_from_the_directors_options(options: dict[str, Any], ca: str) -> None:
-    """The CA is read only from ``tls.cert.ca``. Options of other providers may have another value at ``tls``, which is
-    ignored.
-    """
     assert trusted_ca(Blobstore("x", options)) == ca
 
 
 def test_blobstore_command_error_is_one_line_without_secrets() -> None:
-    """Each line of a multi-line key is removed separately, because commands may quote a single line of it."""
+    """Commands may quote a single line of a multi-line key, so each line is redacted separately."""
     options = {"json_key": "-----BEGIN KEY-----\nAAAABBBB\n-----END KEY-----\n", "short": "no"}
 
     assert harmless("x" * 5000 + "\n\nthe\tend\n", {}) == "x" * 992 + " the end"

@@ -1,4 +1,4 @@
-"""Sends the requests of the ``bpm`` command to the agent, with a real process configured in a bpm.yml."""
+"""The ``bpm`` command's requests, sent to an agent with a real process that is configured in a bpm.yml."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.support.waiting import until
 
 @pytest.fixture
 async def bpm(world: JobTree) -> AsyncIterator[Bpm]:
-    """Provide a bpm runner with a job ``web``, which has a process ``web`` and an errand process ``errand``.
+    """Provide a bpm runner with a ``web`` job that has a ``web`` process and an ``errand`` process.
 
-    The errand prints the variable ``NAME`` and exits with 7.
+    The errand prints the ``NAME`` variable and exits with 7.
     """
     world.paths.log.mkdir(parents=True)
     world.paths.sys.symlink_to(world.paths.data_sys)
@@ -49,9 +49,6 @@ async def ask(bpm: Bpm, verb: str, process: str = "web", **members: Any) -> dict
 
 
 async def test_bpm_process_is_started_listed_and_stopped(bpm: Bpm) -> None:
-    """Each request returns the values that the command prints. While the process does not run, its pid is 0 and
-    ``list`` shows "stopped".
-    """
     stopped = [["web", 0, "stopped"], ["web.errand", 0, "stopped"]]
     assert await bpm_api.answer(bpm, {"verb": "list"}) == {"value": stopped, "complaints": []}
     assert [await ask(bpm, verb) for verb in ("pid", "tree")] == [{"value": 0}, {"value": []}]
@@ -91,7 +88,7 @@ async def test_bpm_run_passes_variables_and_volumes_and_returns_the_exit_code(
     run.assert_awaited_once_with(ANY, [Volume(extra, writable=True, shared=True), Volume(more)], {})
 
 
-async def test_running_bpm_errand_is_ended_by_a_request(world: JobTree, bpm: Bpm) -> None:
+async def test_running_bpm_errand_is_killed_on_request(world: JobTree, bpm: Bpm) -> None:
     log = world.paths.sys / "log/web/errand.stdout.log"
     running = asyncio.create_task(ask(bpm, "run", "errand", env=["NAME=up", "WAITS=yes"]))
     await until(lambda: log.exists() and log.read_text() == "up\n")

@@ -41,8 +41,9 @@ def world(world: JobTree) -> JobTree:
 
 
 def job(world: JobTree, script: str, more: str = "", name: str = "web") -> JobFile:
-    """Add a job with one process, which runs the shell code ``script``. ``more`` is YAML text with additional keys of
-    this process.
+    """Add a job with one process, which runs the shell code ``script``.
+
+    ``more`` is YAML text with additional keys of this process.
     """
     directory = world.paths.jobs / "web"
     (directory / "bin").mkdir(parents=True, exist_ok=True)
@@ -66,7 +67,7 @@ def job(world: JobTree, script: str, more: str = "", name: str = "web") -> JobFi
 
 
 async def weaken(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
-    """Use isolation ``level``, or a weaker one if the container allows no more."""
+    """Use this isolation level, or the container's own level if that is weaker."""
     found = await sandbox.isolation()
     monkeypatch.setattr(sandbox, "isolation", AsyncMock(return_value=found._replace(level=max(level, found.level))))
 
@@ -95,11 +96,6 @@ async def said(world: JobTree, text: str) -> None:
 async def test_bpm_process_runs_with_the_context_that_bpm_documents(
     world: JobTree, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The arguments, environment, working directory, session, pidfile and logs of a process are as described in bpm's
-    documentation.
-
-    The process inherits none of the agent's variables.
-    """
     script = 'echo "args $*"; env | sort; pwd; umask; echo ready; exec sleep 600'
     more = "  env: {NAME: value, LANG: C}\n  ephemeral_disk: true\n  limits: {open_files: 123}\n"
     if (await sandbox.isolation()).level > level:
@@ -132,7 +128,6 @@ async def test_bpm_process_runs_with_the_context_that_bpm_documents(
 async def test_bpm_stop_signals_the_process_and_kills_its_children(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, number: str, more: str
 ) -> None:
-    """The shutdown signal is sent only to the process itself. Its children are killed after it has exited."""
     await weaken(monkeypatch, 3)
     child_of = "env -i setsid sleep 601"
     trap = f"trap 'sleep 0.1; echo bye; exit 0' {number}"
@@ -155,9 +150,8 @@ async def test_bpm_stop_signals_the_process_and_kills_its_children(
 async def test_bpm_process_that_ignores_sigterm_gets_sigquit_then_sigkill(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, has_time: bool
 ) -> None:
-    """If the time for the stop is already used up, the process is killed immediately.
-
-    The waiting time after each signal is simulated: it expires as soon as the process has printed the signal's name.
+    """The waiting time after each signal is simulated: it expires as soon as the process has printed the signal's
+    name.
     """
     monkeypatch.setattr(bpm_runner, "SIGNAL_TIMEOUT_S", 3600.0)
     monkeypatch.setattr(bpm_runner, "QUIT_TIMEOUT_S", 3600.0)
@@ -181,8 +175,8 @@ async def test_bpm_process_that_ignores_sigterm_gets_sigquit_then_sigkill(
         assert not is_alive(pid)
         assert supervisor.killed == ["web"]
         if has_time:
-            # Only the first words are compared, because without isolation the remaining processes get SIGTERM again and
-            # may print more.
+            # Compare only the first words. Without isolation, the remaining processes get SIGTERM again and may print
+            # more.
             assert output(world).split()[:3] == ["ready", "TERM", "QUIT"]
 
 
@@ -190,9 +184,6 @@ async def test_bpm_process_that_ignores_sigterm_gets_sigquit_then_sigkill(
 async def test_bpm_process_started_by_a_script_is_adopted(
     world: JobTree, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a pre-start script has called ``bpm start``, starting the job finds that process and does not start a second
-    one.
-    """
     await weaken(monkeypatch, level)
     file = job(world, "echo started; exec sleep 600")
     async with world.supervising() as supervisor:
@@ -211,7 +202,7 @@ async def test_bpm_process_started_by_a_script_is_adopted(
 
 
 def cgroups_of(world: JobTree) -> list[str]:
-    """Return the names of the cgroups that contain processes of this tree."""
+    """Return the names of the cgroups for the jobs in this scratch tree."""
     ending = f"@{world.base}".replace("/", "%2f")
     tops = [job_cgroups.parent_of_job_cgroups(hierarchy) / "agent_shim" for _, hierarchy in job_cgroups.hierarchies()]
     return [each.name for top in tops if top.is_dir() for each in top.iterdir() if each.name.endswith(ending)]
@@ -220,10 +211,7 @@ def cgroups_of(world: JobTree) -> list[str]:
 async def test_bpm_errand_returns_its_exit_code_and_leaves_no_process(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Children of the errand are killed, even if the init of its PID namespace died first.
-
-    While the job's own process runs, the errand is not started and returns 0.
-    """
+    """The errand's children must be killed even if its init died first. At isolation level 3, they survive the init."""
     await weaken(monkeypatch, 3)
     job(world, "setsid sleep 602 & echo $!; exit 3")
     async with world.supervising() as supervisor:
@@ -233,7 +221,7 @@ async def test_bpm_errand_returns_its_exit_code_and_leaves_no_process(
         assert not pidfile(world.paths).exists()
         assert cgroups_of(world) == []
 
-        # Kill the errand's init, which would otherwise end the remaining processes.
+        # Kill the errand's init, which would otherwise kill the remaining processes.
         job(world, "setsid sleep 602 & echo $! >>$HOME/tmp/left; kill -9 $PPID; exec sleep 603")
         assert await bpm.run(START, [], {}) not in (0, 3)
         assert not is_alive(int((world.paths.data / "web/tmp/left").read_text()))
@@ -246,13 +234,11 @@ async def test_bpm_errand_returns_its_exit_code_and_leaves_no_process(
         assert output(world) == before
 
 
-async def test_children_of_a_dead_bpm_process_end_before_the_next_start(
+async def test_children_of_a_dead_bpm_process_are_killed_before_the_next_start(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the init of the PID namespace is killed, the children of the process survive.
-
-    The agent must kill them before it starts the process again, because they could still listen on the port that the
-    new process needs.
+    """Without a PID namespace, a killed init's children survive and could still listen on the port that the new process
+    needs.
     """
     await weaken(monkeypatch, 3)
     job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; kill -9 $PPID; exec sleep 605")
@@ -271,8 +257,8 @@ async def test_children_of_a_dead_bpm_process_end_before_the_next_start(
 async def test_next_agent_adopts_a_bpm_process_without_saved_state(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the adopted process is stopped, its cgroup is removed as well, so that the next process does not inherit the
-    statistics of the cgroup.
+    """When the adopted process is stopped, its cgroup must be removed, because the next process would inherit the
+    cgroup's statistics.
     """
     removed = []
     monkeypatch.setattr(job_cgroups.JobCgroup, "remove", lambda _: removed.append("removed"))
@@ -298,8 +284,8 @@ def started_at(pid: int) -> float:
 
 @pytest.mark.parametrize("later_s", [-60, -0.5, 900])
 async def test_bpm_pidfile_without_a_matching_process_is_ignored(world: JobTree, later_s: float) -> None:
-    """A process belongs to the pidfile only if it was started at about the time at which the file was written.
-    Otherwise, it has merely been given the same pid later.
+    """A process belongs to the pidfile only if both were created at about the same time. Otherwise, the pid has been
+    reused.
     """
     job(world, "exec sleep 600")
     other = process.spawn(["sleep", "600"], env={})
@@ -332,9 +318,6 @@ def test_unknown_bpm_key_is_logged_once_per_file_content(world: JobTree, caplog:
 
 
 async def test_bpm_pre_start_hook_runs_first_and_its_failure_is_reported(world: JobTree) -> None:
-    """The hook gets the environment of the process, but not its restrictions. If the hook fails, the process is not
-    started.
-    """
     empty = Paths(world.base).empty
     empty.mkdir(exist_ok=True)
     hook = world.base / "hook"
@@ -354,10 +337,6 @@ async def test_bpm_pre_start_hook_runs_first_and_its_failure_is_reported(world: 
 
 @pytest.mark.parametrize("end", ["running", "stopped"])
 async def test_bpm_hook_slower_than_the_start_timeout_is_neither_killed_nor_rerun(world: JobTree, end: str) -> None:
-    """As under monit, a slow hook is neither killed nor run again, and the process starts when the hook has finished.
-
-    A stop kills the hook.
-    """
     hook = world.base / "hook"
     hook.write_text(f"#!/bin/sh\necho $$ >>{world.log}\nuntil [ -e {world.base}/go ]; do sleep 0.05; done\n")
     hook.chmod(0o755)
@@ -379,7 +358,7 @@ async def test_bpm_hook_slower_than_the_start_timeout_is_neither_killed_nor_reru
         assert world.lines() == [first]
 
 
-async def test_bpm_errand_fails_if_its_processes_cannot_be_ended(
+async def test_bpm_errand_fails_if_its_processes_cannot_be_killed(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await weaken(monkeypatch, 3)
@@ -398,12 +377,10 @@ async def test_bpm_errand_fails_if_its_processes_cannot_be_ended(
         assert not is_alive(left)
 
 
-async def test_bpm_start_and_stop_fail_while_processes_of_a_killed_keeper_remain(
+async def test_bpm_start_and_stop_fail_while_a_killed_keepers_processes_remain(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The remaining processes might belong to the bpm process, so a start does not start a second process, and a stop
-    reports an error.
-    """
+    """The remaining processes might belong to the bpm process, so starting a second one would be wrong."""
     await weaken(monkeypatch, 3)
     job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; exec sleep 605")
     async with world.supervising() as supervisor:
@@ -427,11 +404,8 @@ async def test_bpm_start_and_stop_fail_while_processes_of_a_killed_keeper_remain
 
 
 @pytest.mark.usefixtures("no_cgroups")
-async def test_bpm_hook_ends_when_its_start_is_cancelled(world: JobTree) -> None:
-    """If the hook kept running after the cancellation, two hooks would run at the same time after the next start.
-
-    The test also checks that an OOM kill of an earlier process is not reported as the reason for a later exit.
-    """
+async def test_bpm_hook_is_killed_when_its_start_is_cancelled(world: JobTree) -> None:
+    """If the hook survived, two hooks would run at the same time after the next start."""
     hook = world.base / "hook"
     hook.write_text(f"#!/bin/sh\necho $$ >>{world.log}\nexec sleep 604\n")
     hook.chmod(0o755)
@@ -478,9 +452,6 @@ async def test_failed_bpm_start_error_matches_the_original_bpm(world: JobTree, c
 
 
 async def test_unrestricted_bpm_volumes_keep_the_jobs_own_directory_read_only(world: JobTree) -> None:
-    """A job may mark volumes above its own directory as unrestricted. They become writable, but the job's directory and
-    everything in it stay read-only.
-    """
     file = job(world, "")
     own = world.paths.jobs / "web"
     (own / "config").mkdir(exist_ok=True)
@@ -501,10 +472,6 @@ async def test_unrestricted_bpm_volumes_keep_the_jobs_own_directory_read_only(wo
 async def test_unavailable_bpm_limits_and_capabilities_are_reported(
     world: JobTree, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_strict: bool
 ) -> None:
-    """A limit or capability that the container does not allow is named in a warning, or in an error if bpm is strict.
-
-    A limit on the number of processes, for example, needs a cgroup.
-    """
     limits = "{processes: 5, open_files: 101, core_file_size: 102}"
     file = job(
         world, "exec sleep 600", f"  limits: {limits}\n  capabilities: [NET_RAW]\n  unsafe: {{privileged: true}}\n"
@@ -541,10 +508,6 @@ def test_bpm_process_gets_only_the_configured_capabilities(
     ids: tuple[int | None, int | None],
     names: list[str],
 ) -> None:
-    """A privileged process runs as root. An agent that does not run as root cannot grant any capabilities.
-
-    The limit on open files may exceed the agent's hard limit, because the agent has CAP_SYS_RESOURCE.
-    """
     more = f"  capabilities: [net_raw, SYS_ADMIN]\n  unsafe: {{privileged: {str(is_privileged).lower()}}}\n"
     job(world, "true", f"{more}  limits: {{open_files: 500}}\n")
     held = capabilities.Privileges(frozenset({"NET_RAW", "CHOWN", "SYS_RESOURCE"}))
@@ -581,10 +544,7 @@ def test_bpm_isolation_matches_the_isolation_level(
     has_view: bool,
     namespaces: list[str],
 ) -> None:
-    """Each isolation level has its own mounts and namespaces.
-
-    At level 2, a privileged process is not restricted, because even root cannot undo Landlock rules.
-    """
+    """At level 2, a privileged process is not restricted, because even root cannot undo Landlock rules."""
     monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda *_, **__: [])
     job(world, "true", f"  unsafe: {{{unsafe}}}\n")
     bpm = world.supervisor().bpm
@@ -601,9 +561,6 @@ def test_bpm_isolation_matches_the_isolation_level(
 async def test_old_oom_kills_are_not_attributed_to_the_next_process_in_a_cgroup(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, kept: tuple[int, int] | None, is_next_killed: bool
 ) -> None:
-    """If the cgroup cannot be removed, OOM kills that it counted earlier are not reported again for the next
-    process.
-    """
     counted: list[tuple[int, int] | None] = [(5, 77)]
     monkeypatch.setattr(job_cgroups.JobCgroup, "memory", lambda _: counted[-1])
     monkeypatch.setattr(job_cgroups.JobCgroup, "remove", lambda _: counted.append(kept))
@@ -619,16 +576,15 @@ async def test_old_oom_kills_are_not_attributed_to_the_next_process_in_a_cgroup(
         assert bpm.kill_hogs() == []
 
 
-def test_changed_bpm_memory_limit_is_read_again(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A changed memory limit in the bpm.yml takes effect. If the changed file is invalid, no limit applies."""
+def test_changed_bpm_memory_limit_takes_effect(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = [0]
     monkeypatch.setattr(job_cgroups.JobCgroup, "memory", lambda _: (counted[0], 77))
     bpm = world.supervisor().bpm
     limits = []
     for more in ("{memory: 64M}", "{memory: 1M}", "{}", "1"):
         job(world, "true", f"  limits: {more}\n")
-        # The first bpm.yml has the modification time 0, like a file from an archive without timestamps. The agent must
-        # read it nevertheless.
+        # The first bpm.yml has the modification time 0, like a file from an archive without timestamps, but the agent
+        # must read it.
         os.utime(world.paths.jobs / "web/config/bpm.yml", (counted[0],) * 2)
         counted[0] += 1
         assert bpm.was_killed_for_memory(START)
@@ -638,11 +594,11 @@ def test_changed_bpm_memory_limit_is_read_again(world: JobTree, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_bpm_process_can_read_the_dns_files_of_all_jobs_at_isolation_level_2(
+def test_bpm_process_can_read_all_jobs_dns_files_at_isolation_level_2(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, level: int
 ) -> None:
-    """At level 2, bosh-dns sees the directories of all jobs, and exits if it cannot read the ``.bosh`` directory in one
-    of them. At level 1, it does not see other jobs at all.
+    """bosh-dns sees all job directories at level 2, and exits if it cannot read the ``.bosh`` directory in one
+    of them.
     """
     monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda *_, **__: [])
     job(world, "true")
@@ -663,7 +619,6 @@ HUNGRY = f"{PYTHON} -c 'import time; x = bytearray(80 << 20); time.sleep(600)' &
 
 
 async def test_bpm_process_above_its_memory_limit_is_killed_and_reported(world: JobTree) -> None:
-    """Only the process and its children are killed and restarted. The alert says how much memory they used."""
     file = job(world, HUNGRY, WITH_PYTHON + "  limits: {memory: 48M}\n")
     async with world.supervising(file, world.job("other")) as supervisor:
         other = (await in_state(supervisor, "other", "running")).pid
@@ -681,7 +636,7 @@ async def test_bpm_process_above_its_memory_limit_is_killed_and_reported(world: 
         await until(lambda: not is_alive(pid), "the process was killed")
         assert info(supervisor, "other").pid == other
         found = info(supervisor, "web")
-        # With a cgroup the kernel kills only the largest process, so the shell that started it exits with 0.
+        # With a cgroup, the kernel kills only the largest process, so the shell that started it exits with 0.
         assert found.last_exit in ("SIGKILL, out of memory", "exit 0, out of memory")
         assert found.oom_kills == sum(found.exits.values())
         ends = {event.description for event in world.events if event.event == "Does not exist"}
@@ -694,7 +649,7 @@ HALVES = f"for half in 1 2; do {PYTHON} -c 'import time; x = bytearray(40 << 20)
 
 @pytest.mark.usefixtures("no_cgroups")
 async def test_bpm_memory_limit_without_a_cgroup_counts_the_process_tree(world: JobTree) -> None:
-    """The processes together exceed the limit, although each of them, including the main process, stays below it."""
+    """Each process alone stays below the limit."""
     file = job(world, HALVES, WITH_PYTHON + "  limits: {memory: 64M}\n")
     async with world.supervising(file) as supervisor:
         pid = (await in_state(supervisor, "web", "running")).pid
@@ -735,8 +690,8 @@ os.execv("/bin/sleep", ["sleep", "600"])
 
 @needs_landlock
 async def test_isolated_bpm_process_sees_only_its_own_files(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At isolation level 2, a process can open only its own files, and can neither signal nor read other processes."""
-    monkeypatch.setattr(bpm_runner, "SCRATCH", ("/dev", "/proc"))  # not /tmp, where the scratch tree is
+    # Leave out /tmp, because the scratch tree is there.
+    monkeypatch.setattr(bpm_runner, "SCRATCH", ("/dev", "/proc"))
     script = world.paths.jobs / "web/look.py"
     extra = world.base / "extra"
     volumes = f"  ephemeral_disk: true\n  additional_volumes: [{{path: {extra}, writable: true}}]\n"
@@ -757,7 +712,6 @@ async def test_isolated_bpm_process_sees_only_its_own_files(world: JobTree, monk
 
 
 async def test_bpm_log_has_each_step_and_error(world: JobTree) -> None:
-    """Each step adds one JSON line to ``sys/log/JOB/bpm.log``. For an unknown job, no log directory is created."""
     file = job(world, "exec sleep 600")
     async with world.supervising(file) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -789,7 +743,6 @@ async def test_bpm_log_has_each_step_and_error(world: JobTree) -> None:
 
 
 async def test_bpm_creates_directories_with_private_modes(world: JobTree) -> None:
-    """New directories get a private mode, and existing ones keep their mode. Only volumes always get their mode set."""
     volumes = [world.base / name for name in ("old", "new")]
     volumes[0].mkdir(mode=0o755)
     kept = world.paths.sys / "run/web"
@@ -810,9 +763,9 @@ async def test_bpm_creates_directories_with_private_modes(world: JobTree) -> Non
     assert (paths.sys / "run/bpm").stat().st_mode & 0o7777 == 0o755
 
 
-async def test_bpm_start_waits_for_a_volume_of_another_job(world: JobTree) -> None:
-    """The agent must not create the volume's directory itself, because cloud_controller_ng in capi-release would then
-    never see valkey's socket in it.
+async def test_bpm_start_waits_for_another_jobs_volume(world: JobTree) -> None:
+    """The agent must not create the directory itself. If it did, cloud_controller_ng in capi-release would never
+    see valkey's socket in it.
     """
     volume = world.base / "valkey"
     file = job(world, "exec sleep 600", f"  additional_volumes: [{{path: {volume}, mount_only: true}}]\n")
@@ -826,7 +779,6 @@ async def test_bpm_start_waits_for_a_volume_of_another_job(world: JobTree) -> No
 
 @pytest.mark.parametrize("how", ["cancelled", "ended"])
 async def test_abandoned_bpm_errand_is_killed(world: JobTree, how: str) -> None:
-    """An errand is killed if its caller disconnects, or if another request asks the agent to kill it."""
     job(world, "echo ready; exec sleep 603")
     async with world.supervising() as supervisor:
         waiting = asyncio.create_task(supervisor.bpm.run(START, [], {}))

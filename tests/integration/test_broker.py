@@ -1,4 +1,4 @@
-"""Tests of the test bus: it gives agents the permissions of a real bus, and admits and removes users while it runs."""
+"""The test bus gives agents the same permissions as a real bus, and admits and removes users while it runs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from tests.support.broker import NatsServer, knowing
 from tests.support.waiting import until
 
 
-@pytest.mark.attack("another agent reads requests, replies or inboxes of others, or publishes in their name")
+@pytest.mark.attack("another agent reads other agents' requests, replies or inboxes, or publishes in their name")
 async def test_agent_may_publish_only_its_own_messages(tmp_path: Path) -> None:
-    """An agent may publish alerts and heartbeats only under its own id."""
     async with (
         knowing(tmp_path) as server,
         HealthMonitor().on(server.peer(HEALTH_MONITOR)) as monitor,
@@ -35,9 +34,9 @@ async def test_agent_may_publish_only_its_own_messages(tmp_path: Path) -> None:
         assert monitor.of("alert", "other") == []
 
 
-@pytest.mark.attack("another agent reads requests, replies or inboxes of others, or publishes in their name")
+@pytest.mark.attack("another agent reads other agents' requests, replies or inboxes, or publishes in their name")
 @pytest.mark.parametrize("subject", ["agent.other", "agent.>", "_INBOX.x", "director.>"])
-async def test_subscription_to_the_subject_of_another_agent_is_refused(tmp_path: Path, subject: str) -> None:
+async def test_subscription_to_another_agents_subject_is_refused(tmp_path: Path, subject: str) -> None:
     async with knowing(tmp_path) as server:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3), joined(server.mbus("agent"), (subject,), lambda *_: None):
@@ -45,9 +44,6 @@ async def test_subscription_to_the_subject_of_another_agent_is_refused(tmp_path:
 
 
 async def test_broker_admits_agents_by_their_certificates(tmp_path: Path) -> None:
-    """A certificate that was added for an agent admits that agent. The Director and the Health Monitor are always
-    admitted.
-    """
     async with NatsServer(tmp_path) as server:
         assert await lets_in(server, server.peer(DIRECTOR), "director.x.>")
         assert await lets_in(server, server.peer(HEALTH_MONITOR), "hm.agent.alert.*")
@@ -68,7 +64,7 @@ async def test_broker_admits_agents_by_their_certificates(tmp_path: Path) -> Non
 
 
 async def lets_in(server: NatsServer, mbus: Mbus, subject: str) -> bool:
-    """Try to connect with these credentials. Return True if the server accepts them, and False if it rejects them."""
+    """Return True if the server accepts these credentials, and False if it rejects them."""
     peer = BusClient(mbus, (subject,), lambda *_: None)
 
     def refusals() -> int:

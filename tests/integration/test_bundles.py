@@ -35,14 +35,14 @@ async def bundles(paths: Paths) -> AsyncIterator[Bundles]:
 
 
 def package(paths: Paths, name: str, version: str = "1", **members: bytes) -> Bundle:
-    """Return a package whose archive is in the blobs directory of this machine."""
+    """Return a package whose archive is in this machine's blobs directory."""
     data = archive(members or {"file": name.encode()})
     (paths.blobs / f"blob-{name}-{version}").write_bytes(data)
     return Bundle("package", name, version, BlobRef(f"blob-{name}-{version}", digest=sha1(data)))
 
 
 def jobs(paths: Paths, *names: str, version: str = "1", blob_id: str = "templates") -> list[Bundle]:
-    """Return jobs from a single archive of rendered templates, which the agent has received over the bus."""
+    """Return jobs from a single archive of rendered templates that the agent has received over the bus."""
     data = archive({f"{name}/monit": f"{name} {version}" for name in names})
     (paths.sensitive_blobs / blob_id).write_bytes(data)
     return [Bundle("job", name, version, BlobRef(blob_id, digest=sha1(data))) for name in names]
@@ -83,9 +83,7 @@ def test_bundle_path_matches_the_go_agent(paths: Paths, bundles: Bundles, bundle
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "../x", "a\0b", ".hidden", "x" * 300])
 async def test_bundle_with_an_unsafe_name_or_no_version_is_rejected(paths: Paths, bundles: Bundles, name: str) -> None:
-    """Name and version come from requests and become parts of paths, so they are checked. If the version is missing,
-    the Go agent crashes, but this agent reports an error.
-    """
+    """The name and version come from requests and become part of paths."""
     with pytest.raises(ActionError, match="cannot use .* as the name of a package"):
         bundles.path(Bundle("package", name, "1"))
     with pytest.raises(ActionError, match="cannot use .* as the name of a job"):
@@ -98,10 +96,6 @@ async def test_bundle_with_an_unsafe_name_or_no_version_is_rejected(paths: Paths
 
 
 async def test_one_worker_installs_all_bundles(paths: Paths, bundles: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All bundles that are not installed yet are requested from a single worker.
-
-    Installing a bundle does not activate it.
-    """
     asked: list[protocol.Request] = []
 
     async def work(request: protocol.Request, **_: object) -> Done:
@@ -121,9 +115,7 @@ async def test_one_worker_installs_all_bundles(paths: Paths, bundles: Bundles, m
 
 
 async def test_bundle_installed_by_the_go_agent_is_reused(paths: Paths, bundles: Bundles) -> None:
-    """If the bundle's directory exists, the bundle counts as installed, because the Go agent leaves no other sign of an
-    installation.
-    """
+    """The only sign that the Go agent has installed a bundle is the bundle's directory."""
     bundle = Bundle("package", "p", "1", BlobRef("gone", digest="00"))
     bundles.path(bundle).mkdir(parents=True)
     await installed(bundles, bundle)
@@ -131,8 +123,7 @@ async def test_bundle_installed_by_the_go_agent_is_reused(paths: Paths, bundles:
     assert bundles.path(bundle).is_dir()
 
 
-async def test_first_install_failure_is_reported_and_other_bundles_stay(paths: Paths, bundles: Bundles) -> None:
-    """Bundles that could be installed stay, so that the next attempt need not install them again."""
+async def test_first_install_failure_is_reported_and_other_bundles_are_kept(paths: Paths, bundles: Bundles) -> None:
     good = package(paths, "good")
     bad = Bundle("package", "bad", "1", BlobRef("missing", digest="00"))
     [job] = jobs(paths, "web")
@@ -144,10 +135,7 @@ async def test_first_install_failure_is_reported_and_other_bundles_stay(paths: P
 
 
 @pytest.mark.parametrize("how", ["killed", "cancelled"])
-async def test_partial_bundles_of_a_killed_worker_are_removed(paths: Paths, how: str) -> None:
-    """Partial bundles are removed as soon as the worker is killed or its request is cancelled, and not only at the next
-    boot.
-    """
+async def test_partial_bundles_left_by_a_killed_worker_are_removed(paths: Paths, how: str) -> None:
     bundle = package(paths, "p")
     begun = asyncio.Event()
 
@@ -171,7 +159,6 @@ async def test_partial_bundles_of_a_killed_worker_are_removed(paths: Paths, how:
 
 
 async def test_boot_removes_leftover_bundle_files(paths: Paths, bundles: Bundles) -> None:
-    """Only partial files of interrupted writes are removed. Installed bundles and their links stay."""
     bundle = package(paths, "p")
     await installed(bundles, bundle)
     await bundles.activate([], [bundle])
@@ -187,11 +174,7 @@ async def test_boot_removes_leftover_bundle_files(paths: Paths, bundles: Bundles
 # --- activate ---------------------------------------------------------------------------------------------------------
 
 
-async def test_links_point_to_the_bundles_in_use(paths: Paths, bundles: Bundles) -> None:
-    """Each activated job or package gets a link to its bundle, and each job gets links to all packages.
-
-    Activating the same bundles again keeps the links.
-    """
+async def test_activation_links_jobs_and_packages_to_their_bundles(paths: Paths, bundles: Bundles) -> None:
     web, db = jobs(paths, "web", "db")
     ruby, nginx = package(paths, "ruby"), package(paths, "nginx")
     await installed(bundles, web, db, ruby, nginx)
@@ -210,7 +193,6 @@ async def test_links_point_to_the_bundles_in_use(paths: Paths, bundles: Bundles)
 
 
 async def test_job_loses_links_to_removed_packages(paths: Paths, bundles: Bundles) -> None:
-    """Links and files that the job itself has created in its ``packages`` directory are kept."""
     [web] = jobs(paths, "web")
     ruby, nginx = package(paths, "ruby"), package(paths, "nginx")
     await installed(bundles, web, ruby, nginx)
@@ -225,7 +207,7 @@ async def test_job_loses_links_to_removed_packages(paths: Paths, bundles: Bundle
 
 
 async def test_package_links_created_by_a_release_are_kept(paths: Paths, bundles: Bundles) -> None:
-    """Some releases select one of several versions of a package with a link that the agent did not create."""
+    """Some releases select one of several package versions with a link that the agent did not create."""
     paths.packages.mkdir()
     (paths.packages / "erlang").symlink_to("erlang-26")
     erlang = package(paths, "erlang-26")
@@ -239,10 +221,7 @@ async def test_package_links_created_by_a_release_are_kept(paths: Paths, bundles
 async def test_directory_in_place_of_a_bundle_link_is_replaced_unless_the_bundle_is_missing(
     paths: Paths, bundles: Bundles
 ) -> None:
-    """An image may contain a directory where the agent needs a link.
-
-    If a bundle to activate is missing, the activation fails and the current links stay.
-    """
+    """An image may contain a directory where the agent needs a link."""
     (paths.packages / "p" / "old").mkdir(parents=True)
     bundle = package(paths, "p")
     await installed(bundles, bundle)
@@ -294,11 +273,7 @@ async def test_bundle_is_renamed_before_its_content_is_removed(
 async def test_job_directories_are_created_but_existing_ones_keep_their_modes(
     paths: Paths, bundles: Bundles, tmp_path: Path
 ) -> None:
-    """An existing directory keeps its mode, because a job's script may have changed it.
-
-    If a job replaces such a directory with a link, the agent does not follow the link. Otherwise the job could choose a
-    file whose mode root changes.
-    """
+    """If the agent followed a link in place of a directory, a job could make root change any file's mode."""
     (paths.log / "web").mkdir(parents=True, mode=0o700)
     (tmp_path / "victim").mkdir(mode=0o700)
     (paths.data / "led").symlink_to(tmp_path / "victim")
@@ -319,7 +294,6 @@ async def test_job_directories_are_created_but_existing_ones_keep_their_modes(
 @pytest.mark.attack("a request passes a path or an option as the name of a blob, a blobstore provider or an agent")
 @pytest.mark.parametrize("blob_id", ["../x", "a/b", "", "tmp/.."])
 async def test_blob_with_an_unsafe_name_is_rejected(paths: Paths, bundles: Bundles, blob_id: str) -> None:
-    """A blob with an unsafe name is neither stored nor deleted."""
     (paths.data / "x").touch()
     with pytest.raises(BlobError, match="it is not a plain name"):
         await bundles.keep_blob(blob_id, sha1(b"data"), b"data")
@@ -329,7 +303,7 @@ async def test_blob_with_an_unsafe_name_is_rejected(paths: Paths, bundles: Bundl
     assert (paths.data / "x").exists()
 
 
-async def test_only_the_first_copy_of_a_blob_is_deleted(paths: Paths, bundles: Bundles) -> None:
+async def test_each_deletion_removes_one_copy_of_a_blob(paths: Paths, bundles: Bundles) -> None:
     """As in the Go agent, the first call deletes the copy that was received over the bus, and only the next call
     deletes the copy that create-env uploaded.
     """
@@ -345,7 +319,6 @@ async def test_only_the_first_copy_of_a_blob_is_deleted(paths: Paths, bundles: B
 
 
 async def test_small_blob_is_read_and_oversized_blob_is_rejected(paths: Paths, bundles: Bundles) -> None:
-    """Only small blobs are read into memory. No temporary file remains in either case."""
     (paths.blobs / "id").write_bytes(b"data")
     assert await bundles.fetch_small(BlobRef("id", digest=sha1(b"data")), DUMMY) == b"data"
     assert list(paths.tmp.iterdir()) == []
@@ -375,7 +348,6 @@ async def test_small_blob_is_read_and_oversized_blob_is_rejected(paths: Paths, b
 async def test_disk_error_is_reported_as_an_action_error(
     paths: Paths, bundles: Bundles, do: Callable[[Bundles, Bundle], asyncio.Future[None]]
 ) -> None:
-    """The Director must get the error in a reply, and the agent must not exit."""
     bundle = package(paths, "p")
     await installed(bundles, bundle)
     for path in (paths.packages, paths.data / "web"):
@@ -387,7 +359,7 @@ async def test_disk_error_is_reported_as_an_action_error(
         await do(bundles, bundle)
 
 
-@pytest.mark.attack("a worker sends the answer to a different request, or dies at any moment")
+@pytest.mark.attack("a worker sends a wrong answer, or dies at any moment")
 async def test_worker_answer_with_the_wrong_number_of_outcomes_is_rejected(paths: Paths) -> None:
     async def work(request: protocol.Request, **_: object) -> Done:
         return Done(outcomes=[Outcome()] * 2)

@@ -90,11 +90,8 @@ PINGS = b"PING\r\n" * 3
     ],
 )
 async def test_invalid_server_message_leads_to_a_new_connection(words: bytes) -> None:
-    """An error message or invalid bytes from the server end the connection. On the next connection, the agent receives
-    and answers requests.
-
-    If nats-py cannot decode something, it stops reading but still reports that it is connected. Missing answers to
-    pings would reveal this only after 10 to 15 s.
+    """If nats-py cannot decode something, it stops reading but still reports that it is connected. Unanswered pings
+    would reveal this only after 10 to 15 s.
     """
     async with facing(saying(words), asking) as bus:
         await until(lambda: bus.stats.sent >= 1)
@@ -131,8 +128,6 @@ async def test_invalid_server_message_leads_to_a_new_connection(words: bytes) ->
     ],
 )
 async def test_unusual_server_messages_are_tolerated(words: bytes) -> None:
-    """Messages that are valid but unusual do not end the connection."""
-
     async def script(wire: ClientConnection) -> None:
         await wire.greet()
         wire.send(words)
@@ -152,11 +147,7 @@ async def test_unusual_server_messages_are_tolerated(words: bytes) -> None:
 
 @pytest.mark.attack("a neighbour poses as the bus and sends invalid data")
 async def test_advertised_cluster_servers_are_not_remembered() -> None:
-    """The agent connects only to the addresses in its settings.
-
-    nats-py would remember every address that a server advertises, without a limit, and compare each new one with all of
-    them.
-    """
+    """nats-py would remember every address that a server advertises, without a limit."""
 
     async def script(wire: ClientConnection) -> None:
         await wire.greet()
@@ -195,18 +186,14 @@ async def test_tls_handshake_that_fails_at_exit_logs_no_asyncio_error(
 
 @pytest.mark.attack("a neighbour stalls the connection to the bus")
 async def test_connection_to_a_server_that_pings_without_reading_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server sends pings without reading the answers, and keeps the connection alive with pongs that nobody
-    requested.
-
-    Without a limit, the agent's answers to these pings would accumulate in memory.
-    """
+    """Without a limit, the agent's unread answers to the pings would accumulate in memory."""
     monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 200_000)
     loop = asyncio.get_running_loop()
     connect = loop.sock_connect
     sent = 0
 
     async def connect_with_small_buffer(sock: socket.socket, address: Any) -> None:
-        """Connect so that the kernel buffers little. With its default buffers, it would take a million pings."""
+        """Connect with a small send buffer. With the default size, it would take a million pings to fill the buffer."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         await connect(sock, address)
 
@@ -230,8 +217,8 @@ async def test_connection_to_a_server_that_pings_without_reading_is_closed(monke
 async def test_endless_server_line_or_message_closes_the_connection(
     words: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection is closed when the size limit is reached. Without the limit, it would last until the server has
-    left several of the agent's pings unanswered.
+    """Without a size limit, the connection would last until the server had left several of the agent's pings
+    unanswered.
     """
     monkeypatch.setattr(link, "MAX_UNREAD_BYTES", 1 << 20)
     sent = 0
@@ -255,14 +242,13 @@ async def test_endless_server_line_or_message_closes_the_connection(
 @pytest.mark.attack("a neighbour strips or weakens TLS on the bus connection, or injects bytes before the handshake")
 @pytest.mark.parametrize("limit", ["5", '"x"', "null", "-1", "[]"])
 async def test_message_limit_announced_before_tls_is_ignored(limit: str) -> None:
-    """An attacker could announce a tiny limit, and the agent would then drop all its replies and heartbeats."""
+    """If an attacker could announce a tiny limit, the agent would drop all its replies and heartbeats."""
     info = INFO.replace(b"1048576", limit.encode())
     async with facing(asking, info=info) as bus:
         await until(lambda: bus.stats.sent >= 1)
 
 
 async def test_bus_is_connected_only_after_the_subscription_is_confirmed() -> None:
-    """The agent must not report that it is connected while it cannot receive requests."""
     confirm = asyncio.Event()
 
     async def script(wire: ClientConnection) -> None:
@@ -285,8 +271,6 @@ async def test_bus_is_connected_only_after_the_subscription_is_confirmed() -> No
 
 
 async def test_denied_subscription_leads_to_a_new_connection() -> None:
-    """Without the subscription the agent would receive no requests, so it connects again."""
-
     async def denying(wire: ClientConnection) -> None:
         await wire.expect("CONNECT ")
         await wire.expect("PING")
@@ -306,8 +290,6 @@ async def test_denied_subscription_leads_to_a_new_connection() -> None:
 @pytest.mark.attack("a neighbour stalls the connection to the bus")
 @pytest.mark.parametrize("lines", [0, 1, 2, 3])
 async def test_handshake_with_a_silent_server_is_abandoned_and_retried(lines: int) -> None:
-    """The attempt times out, at whatever point the server stops answering, and the agent tries again."""
-
     async def silent(wire: ClientConnection) -> None:
         for number in range(lines):
             await wire.expect("")
@@ -334,10 +316,9 @@ async def test_handshake_with_a_silent_server_is_abandoned_and_retried(lines: in
         b"220 mail\r\n",
     ],
 )
-async def test_server_of_another_protocol_is_logged_once_and_retried(
+async def test_server_that_speaks_another_protocol_is_logged_once_and_retried(
     info: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The agent keeps running. It logs the same error only once and not for each attempt."""
     seen = []
 
     async def script(wire: ClientConnection) -> None:
@@ -372,7 +353,7 @@ async def test_exit_during_a_failed_connection_attempt_leaves_no_connection() ->
 
 @pytest.mark.attack("a neighbour strips or weakens TLS on the bus connection, or injects bytes before the handshake")
 async def test_bus_sends_nothing_to_a_server_without_tls() -> None:
-    """If an attacker removes the TLS requirement from the server's greeting, the agent sends nothing."""
+    """An attacker could remove the TLS requirement from the server's greeting."""
     plain = json.loads(INFO[5:])
     del plain["tls_required"]
     seen = []
@@ -390,9 +371,7 @@ async def test_bus_sends_nothing_to_a_server_without_tls() -> None:
 
 @pytest.mark.attack("a neighbour strips or weakens TLS on the bus connection, or injects bytes before the handshake")
 async def test_bus_rejects_old_tls_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent sends nothing to a server that offers only TLS 1.1, even if the system's OpenSSL configuration allows
-    that version.
-    """
+    """TLS 1.1 must be rejected even if the system's OpenSSL configuration allows it."""
     real, seen = tls.client_context, list[str]()
 
     async def script(wire: ClientConnection) -> None:
@@ -417,7 +396,6 @@ async def test_bus_rejects_old_tls_versions(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.attack("a neighbour strips or weakens TLS on the bus connection, or injects bytes before the handshake")
 async def test_bus_ignores_bytes_received_before_tls() -> None:
-    """Bytes that an attacker adds after the greeting are discarded when TLS starts."""
     heard = []
 
     async def handle(data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Updates one canary instance, and polls it like a real Director until the end of the manifest's watch time."""
+"""Updates of a canary instance, which the tests poll like a Director until the manifest's watch time is over."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ seconds apart.
 
 
 class NotRunningError(Exception):
-    """The instance is not running when its watch time is over. The message names its failed processes."""
+    """Raised if the instance is not running when the watch time is over. The message names its failed processes."""
 
 
 async def wait_until_running(instance: RunningAgent) -> int:
@@ -45,14 +45,14 @@ async def wait_until_running(instance: RunningAgent) -> int:
 
 
 def canary(instance: RunningAgent, lasts: str) -> dict[str, Any]:
-    """Return the spec of a job whose process exits after ``lasts`` seconds."""
+    """Return the spec for a job whose process exits after ``lasts`` seconds."""
     process = jobs.process(Paths(instance.base), "job0", f"echo $$ >$pidfile; exec sleep {lasts}")
     return jobs.spec(instance.store, {"job0": process})
 
 
 @pytest.mark.slow
 async def test_canary_that_crashes_every_two_seconds_fails_the_deploy(instance: RunningAgent) -> None:
-    """The job must never be reported as running, although a process exists at nearly every poll."""
+    """The job must never be reported as running, even though a process exists at nearly every poll."""
     await instance.start_agent()
     await instance.director.run(AGENT, "apply", canary(instance, "2"))
     await instance.director.run(AGENT, "start")
@@ -63,7 +63,6 @@ async def test_canary_that_crashes_every_two_seconds_fails_the_deploy(instance: 
 
 @pytest.mark.slow
 async def test_healthy_canary_passes_at_the_first_check(instance: RunningAgent) -> None:
-    """The first poll comes after the minimum watch time."""
     await instance.start_agent()
     await instance.director.run(AGENT, "apply", canary(instance, "1000"))
     await instance.director.run(AGENT, "start")

@@ -1,4 +1,4 @@
-"""Commands whose output pipe is closed early by its reader, which ``head`` and ``grep -q`` do."""
+"""Commands whose output pipe is closed early by its reader, for example by ``head`` or ``grep -q``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(words: list[str], where: Path, *, is_buffered: bool = True) -> subproces
     [
         (["agent_shim", "check", "web.monit"], 0),
         (["agent_shim.cli.monit", "-V"], 0),
-        # SIGPIPE ends the command, as it would end the original bpm, which is written in Go.
+        # SIGPIPE terminates the original bpm, which is written in Go, and must terminate this command as well.
         (["agent_shim.cli.bpm", "version"], -signal.SIGPIPE),
         (["agent_shim.cli.bpm", "--help"], -signal.SIGPIPE),
     ],
@@ -38,7 +38,6 @@ def run(words: list[str], where: Path, *, is_buffered: bool = True) -> subproces
 def test_command_with_a_closed_output_pipe_exits_silently(
     tmp_path: Path, words: list[str], code: int, *, is_buffered: bool
 ) -> None:
-    """No traceback is printed, whether the output is unbuffered or written when the interpreter exits."""
     (tmp_path / "web.monit").write_text("check process web with pidfile /web.pid group vcap\n")
     done = run(words, tmp_path, is_buffered=is_buffered)
 

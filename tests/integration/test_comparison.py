@@ -1,4 +1,4 @@
-"""``./dev compare-release`` renders the jobs of a release with ruby and the rules of bosh-template."""
+"""``./dev compare-release`` renders a release's jobs with ruby, following bosh-template's rules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ properties: {db.user: {default: root}}
 
 
 def rendered(where: Path, template: str, values: dict[str, Any] | None = None) -> Job:
-    """Render the job ``web`` from this template and these property values, and return it."""
+    """Return the ``web`` job, rendered from this template and these property values."""
     files = {"web/spec": SPEC, "web/monit": "", "web/templates/web.erb": template, "db/spec": DATABASE, "db/monit": ""}
     for name, text in files.items():
         place = where / "jobs" / name

@@ -41,7 +41,7 @@ ls $(dirname $BOSH_INSTALL_TARGET) >> $BOSH_INSTALL_TARGET/out
 
 @pytest.fixture
 def paths(tmp_path: Path) -> Paths:
-    """Provide the base directory of a stemcell container."""
+    """Return the base directory of a stemcell container."""
     paths = Paths(tmp_path / "vcap")
     paths.bosh_etc.mkdir(parents=True)
     paths.etc.mkdir()
@@ -51,8 +51,9 @@ def paths(tmp_path: Path) -> Paths:
 
 
 def release(path: Path, version: str = "1.10", **packages: tuple[str, list[str]]) -> Path:
-    """Create a release tarball. Each package is given as ``NAME=(packaging script, names of dependencies)``, and its
-    source contains ``z.txt``.
+    """Create a release tarball.
+
+    Each package is given as ``NAME=(packaging script, names of dependencies)``, and its source contains ``z.txt``.
     """
     blobs = {name: archive({"packaging": script, "z.txt": "zz\n"}) for name, (script, _) in packages.items()}
     refs = [
@@ -88,10 +89,6 @@ def left(paths: Paths) -> list[Path]:
 
 
 def test_compile_command_compiles_a_release(paths: Paths, tmp_path: Path) -> None:
-    """Packages are compiled in the order of their dependencies.
-
-    The output lines, file name and manifest match the Go agent's, and nothing remains in the base directory.
-    """
     source = release(tmp_path / "in.tgz", program=(PROGRAM, ["library"]), library=(LIBRARY, []))
     out = tmp_path / "made/out"
     done = compile_with(paths, f"-output-directory={out}", source)
@@ -145,9 +142,6 @@ Finished archiving compiled tarball {path}
 
 
 def test_compile_command_output_is_reproducible(paths: Paths, tmp_path: Path) -> None:
-    """Compiling the same release twice gives identical tarballs. The second call also compiles another release, and
-    writes the flag with two dashes.
-    """
     first = release(tmp_path / "1.tgz", "1", library=(LIBRARY, []))
     done = compile_with(paths, "--output-directory", tmp_path / "a", first)
     again = compile_with(paths, "--output-directory", tmp_path / "b", release(tmp_path / "2.tgz", "2"), first)
@@ -159,7 +153,6 @@ def test_compile_command_output_is_reproducible(paths: Paths, tmp_path: Path) ->
 
 
 def test_compile_command_reports_a_failed_package(paths: Paths, tmp_path: Path) -> None:
-    """The error contains the output of the packaging script. Neither a tarball nor temporary files are left."""
     source = release(tmp_path / "in.tgz", good=(LIBRARY, []), worse=("echo so it is >&2; exit 3", ["good"]))
     done = compile_with(paths, "-output-directory", tmp_path / "out", source)
 
@@ -172,7 +165,7 @@ def test_compile_command_reports_a_failed_package(paths: Paths, tmp_path: Path) 
 
 
 def test_compile_command_refuses_to_run_while_an_agent_runs(paths: Paths, tmp_path: Path) -> None:
-    """While an agent runs, it uses the packages in the base directory, where the command would install others."""
+    """The agent uses the packages in the base directory, where the command would install other packages."""
     with exclusive_agent(paths, "test"):
         done = compile_with(paths, "-output-directory", tmp_path, release(tmp_path / "in.tgz"))
 
@@ -180,7 +173,7 @@ def test_compile_command_refuses_to_run_while_an_agent_runs(paths: Paths, tmp_pa
     assert "cannot compile: another agent, process " in done.stderr
 
 
-def test_compile_command_refuses_to_replace_a_package_of_a_job(paths: Paths, tmp_path: Path) -> None:
+def test_compile_command_refuses_to_replace_a_package_that_a_job_uses(paths: Paths, tmp_path: Path) -> None:
     version = hashlib.sha1(b"1-0123").hexdigest()
     installed = paths.data_packages / "library" / version
     installed.mkdir(parents=True)
@@ -203,7 +196,6 @@ def test_compile_command_refuses_to_replace_a_package_of_a_job(paths: Paths, tmp
 def test_interrupted_compile_command_kills_its_compilation(
     paths: Paths, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Every process that the packaging script has started is killed, including those in other sessions."""
     pids = tmp_path / "pids"
     script = f"setsid sleep 600 & echo $! >> {pids}; trap '' TERM; sleep 600 & echo $! >> {pids}; wait"
     source = release(tmp_path / "in.tgz", library=(script, []))

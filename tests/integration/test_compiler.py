@@ -37,8 +37,8 @@ setsid sleep 600 & echo $! >> {pids}
 setsid -f sh -c 'echo $$ >> {pids}; trap "" TERM; sleep 600; sleep 600'
 sleep 600
 """
-"""A packaging script with three long-running processes: one in its process group, one in another session, and one that
-is also detached from its parent.
+"""A packaging script with three long-running processes: one in the script's process group, one in another session, and
+one that is also detached from its parent.
 """
 
 
@@ -77,8 +77,7 @@ async def test_status_names_the_package_that_is_being_compiled(machine: Machine)
     assert (status["task"], status["task_progress"]) == ("compile_package", "p: running the packaging script")
 
 
-async def test_agent_exit_ends_the_running_compilation(machine: Machine) -> None:
-    """All processes of the compilation are killed, and all its files are removed."""
+async def test_agent_kills_the_running_compilation_when_it_exits(machine: Machine) -> None:
     pids = await compiling(machine)
     begun_at = time.monotonic()
     await machine.stop_agent()
@@ -88,8 +87,7 @@ async def test_agent_exit_ends_the_running_compilation(machine: Machine) -> None
     assert time.monotonic() - begun_at < TIMEOUT_S
 
 
-async def test_next_agent_ends_the_compilation_of_a_killed_agent(machine: Machine) -> None:
-    """The next agent also removes the compilation's files, and can then compile packages."""
+async def test_next_agent_kills_the_compilation_of_a_killed_agent(machine: Machine) -> None:
     pids = await compiling(machine)
     await machine.kill_agent()
     assert [is_alive(pid) for pid in pids] == [True] * 3
@@ -126,9 +124,8 @@ def package(store: Blobstore, packaging: str) -> Package:
 
 
 async def test_package_source_is_removed_before_packing(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
-    """If the source and the result were on the disk at the same time, there might not be enough space for the archive.
-
-    Each step is reported before it begins, and a single worker packs and uploads the result.
+    """If the source and the result were on the disk at the same time, there might not be enough space for the
+    archive.
     """
     seen: list[tuple[str, bool]] = []
     told: list[str] = []
@@ -148,9 +145,8 @@ async def test_package_source_is_removed_before_packing(paths: Paths, store: Blo
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or chowns files")
 async def test_compilation_follows_no_link_at_the_log_directory(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
-    """The user vcap may write to the parent directory of the compilation logs.
-
-    If root followed a link there, vcap could choose a directory that root empties.
+    """The vcap user may write to the compilation logs' parent directory. If root followed a link there, vcap
+    could choose a directory that root empties.
     """
     victim = tmp_path / "victim"
     victim.mkdir()
@@ -177,8 +173,7 @@ async def test_packaging_script_that_cannot_be_started_is_reported(
         )
 
 
-async def test_compilations_of_another_agent_are_left_alone(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
-    """Two agents on one machine have separate base directories, and each cleans up only its own."""
+async def test_another_agents_compilations_are_left_alone(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
     started = tmp_path / "started"
     script = package(store, f"echo $$ >{started}; exec sleep 600")
     running = asyncio.create_task(

@@ -22,7 +22,6 @@ async def echo(request: dict[str, Any], line: bytes, _: control_server.Peer) -> 
 
 @pytest.mark.attack("a job connects to the control socket")
 async def test_control_socket_answers_requests_and_is_private(tmp_path: Path) -> None:
-    """Requests and replies may contain any JSON value. A socket that a dead agent has left is replaced."""
     sent = {"text": 'a"\\\n\x1b\u00e9', "list": ["x", ()], "numbers": [1, -2, 0.5], "rest": [None, True, False, {}]}
     path = tmp_path / "control.sock"
     with socket.socket(socket.AF_UNIX) as left:
@@ -57,7 +56,7 @@ def test_truncated_control_reply_is_reported(tmp_path: Path, reply: bytes) -> No
 
 
 async def test_overlong_control_socket_path_is_reported(tmp_path: Path) -> None:
-    """The kernel limits the path of a socket to 107 bytes. The error suggests a shorter base directory."""
+    """The kernel limits socket paths to 107 bytes."""
     with pytest.raises(ConfigError, match=r"cannot listen on .*: AF_UNIX path too long; with -b choose"):
         async with control_server.listening(tmp_path / ("x" * 120), echo):
             pass

@@ -1,5 +1,5 @@
-"""Copies a directory tree with the real tar. The copy is exact and follows no links, changes nothing else, and can be
-completed after a kill.
+"""Copying directory trees with the real tar. A copy is exact, no links are followed, and an interrupted copy can
+be completed.
 """
 
 from __future__ import annotations
@@ -51,10 +51,7 @@ def big(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.attack("a job tricks a disk migration into writing through its links")
 def test_tree_copy_is_exact(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Contents, modes and links are equal, even if file names look like tar options.
-
-    Files that the target contained before are removed, without following links.
-    """
+    """File names may look like tar options. Removing the target's previous files must not follow links."""
     source, target = pair
     source.chmod(0o751)
     for name in ("--checkpoint=1", f"--checkpoint-action=exec=touch {tmp_path.name}", "-C", "--to-command=false"):
@@ -80,7 +77,7 @@ def test_tree_copy_is_exact(pair: tuple[Path, Path], tmp_path: Path) -> None:
     assert (elsewhere / "data").read_text() == "precious"
 
 
-def test_excluded_names_at_the_top_of_a_copy_are_left_alone(pair: tuple[Path, Path]) -> None:
+def test_copy_neither_copies_nor_removes_excluded_top_level_names(pair: tuple[Path, Path]) -> None:
     source, target = pair
     for directory, text in ((source, "old"), (target, "new")):
         (directory / "mine").mkdir()
@@ -153,11 +150,8 @@ def test_copy_error_names_a_file_that_changes_constantly(pair: tuple[Path, Path]
 
 
 @pytest.mark.attack("a job breaks a disk migration by creating a path or timestamp that cannot be copied")
-def test_copy_of_a_tree_deeper_than_path_max_fails(pair: tuple[Path, Path]) -> None:
-    """The copy is not retried, because any job can create such a deep tree and must not be able to keep the agent busy.
-
-    The error contains only the first of tar's messages.
-    """
+def test_copying_a_tree_deeper_than_path_max_fails(pair: tuple[Path, Path]) -> None:
+    """The copy is not retried. Any job can create such a deep tree, and retries would keep the agent busy."""
     source, target = pair
     phases = []
     name = "x" * 255
@@ -184,10 +178,8 @@ def nest(directory: Path, levels: int) -> None:
     os.close(here)
 
 
-def test_deep_tree_is_copied_over_an_earlier_attempt(pair: tuple[Path, Path]) -> None:
-    """Removing the copy that the earlier attempt left must not recurse, because the tree has more levels than Python's
-    recursion limit.
-    """
+def test_deep_tree_can_be_copied_over_an_earlier_copy(pair: tuple[Path, Path]) -> None:
+    """Removing the earlier copy must not recurse, because the tree has more levels than Python's recursion limit."""
     source, target = pair
     nest(source, LEVELS)
     try:
@@ -201,7 +193,7 @@ def test_deep_tree_is_copied_over_an_earlier_attempt(pair: tuple[Path, Path]) ->
 
 
 @pytest.mark.parametrize(("stack", "message"), [(8 << 20, "File name too long"), (512 << 10, "tar ended with")])
-def test_copy_of_a_tree_that_overflows_tars_stack_fails(pair: tuple[Path, Path], stack: int, message: str) -> None:
+def test_copying_a_tree_that_overflows_tars_stack_fails(pair: tuple[Path, Path], stack: int, message: str) -> None:
     """With a stack of 8 MiB, tar reports an error. With 512 KiB, it crashes without a message, so the error contains
     the signal.
     """
@@ -229,10 +221,7 @@ def test_copy_progress_increases_and_reaches_its_total(pair: tuple[Path, Path]) 
     assert [progress.size for progress in seen] == sorted(progress.size for progress in seen)
 
 
-def test_killed_copy_is_completed_by_the_next_one(tmp_path: Path) -> None:
-    """The copy is killed at twelve different moments. Each time, the next copy completes the target, and the source is
-    unchanged.
-    """
+def test_interrupted_copy_is_completed_by_the_next_copy(tmp_path: Path) -> None:
     source, target = tmp_path / "from", tmp_path / "to"
     fill(source, as_root=ROOT)
     for number in range(400):
@@ -257,10 +246,9 @@ def test_killed_copy_is_completed_by_the_next_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("big")
-async def test_tar_is_killed_with_the_process_that_runs_it(pair: tuple[Path, Path]) -> None:
-    """If tar kept running, it would write to the target at the same time as the next copy.
-
-    It is killed with a signal, because it would not notice a closed pipe while another process holds the pipe open.
+async def test_tar_is_killed_when_the_process_that_runs_it_is_killed(pair: tuple[Path, Path]) -> None:
+    """If tar kept running, it would write to the target at the same time as the next copy. It would not notice a closed
+    pipe while another process holds the pipe open.
     """
     source, target = pair
     reading, writing = os.pipe()
@@ -300,9 +288,9 @@ def commands_about(pair: tuple[Path, Path]) -> list[bytes]:
 
 
 @pytest.mark.root
-def test_ordinary_user_can_copy_to_a_volume_of_its_group() -> None:
-    """The user does not own the target: the kubelet makes root the owner of a pod's volumes and gives them the pod's
-    group.
+def test_ordinary_user_can_copy_to_a_volume_that_belongs_to_the_users_group() -> None:
+    """The user does not own the target, because the kubelet makes root the owner of a pod's volumes and gives them the
+    pod's group.
     """
     with tempfile.TemporaryDirectory() as scratch:
         source, target = Path(scratch, "source"), Path(scratch, "target")

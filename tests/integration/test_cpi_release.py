@@ -1,6 +1,4 @@
-"""The BOSH release of the CPI, which the tests unpack, compile, render and call as a Director and ``bosh create-env``
-do.
-"""
+"""Installs the CPI's BOSH release, renders its job and calls the CPI, as a Director and ``bosh create-env`` do."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ BARE: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
 
 @dataclass(frozen=True)
 class Installed:
-    """An installed release, with its manifest, the spec of its job, and the directories of jobs, packages and
-    templates.
-    """
+    """An installed release, with its manifest, its job's spec, and the job, package and template directories."""
 
     manifest: dict[str, Any]
     job: dict[str, Any]
@@ -101,9 +97,7 @@ def tarball(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def installed(tarball: Path, tmp_path: Path) -> Installed:
-    """Provide the release, unpacked and compiled without a network and without the variables of the test's
-    environment.
-    """
+    """Unpack and compile the release without a network and without the test's environment variables."""
     unpacked, job, source, packages = (tmp_path / name for name in ("release", "job", "source", "packages"))
     _unpack(tarball.read_bytes(), unpacked)
     _unpack((unpacked / "jobs/kubernetes_cpi.tgz").read_bytes(), job)
@@ -131,9 +125,7 @@ def _unpack(content: bytes, target: Path) -> None:
 
 
 def test_released_cpi_answers_info_in_an_empty_environment(installed: Installed) -> None:
-    """With no job properties set, the rendered cpi.json is equivalent to the CPI's built-in defaults, and every
-    property in the job spec has a description.
-    """
+    """With no job properties set, the rendered cpi.json must be equivalent to the CPI's built-in defaults."""
     installed.render({})
     response = installed.call("info")
 
@@ -145,11 +137,8 @@ def test_released_cpi_answers_info_in_an_empty_environment(installed: Installed)
 
 
 def test_cpi_job_properties_reach_the_cpi(installed: Installed) -> None:
-    """Properties of the job appear in the CPI's configuration.
-
-    Without a configured bus, the CPI uses the deployment's bus. The local blobstore, which bosh-deployment sets for
-    every CPI, is passed on to agents, because an agent of create-env installs the blobs that the CLI has uploaded
-    there.
+    """The local blobstore, which bosh-deployment sets for every CPI, is passed on to agents. An agent created by
+    create-env installs the blobs that the CLI has uploaded there.
     """
     file = installed.jobs / "kubernetes_cpi/config/cpi.json"
     installed.render(
@@ -177,8 +166,7 @@ def test_cpi_job_properties_reach_the_cpi(installed: Installed) -> None:
     assert json.loads(file.read_text())["agent"]["blobstore"] == given
 
 
-def test_cpi_release_needs_no_file_of_the_build_machine(installed: Installed) -> None:
-    """The release's programs load shared libraries only from their own package or from the system."""
+def test_cpi_release_loads_shared_libraries_only_from_itself_or_the_system(installed: Installed) -> None:
     python = installed.packages / "kubernetes_cpi/python"
     programs = [path for path in python.rglob("*") if path.is_file() and path.read_bytes()[:4] == b"\x7fELF"]
     said = subprocess.run(["ldd", *programs], env=BARE, capture_output=True, text=True).stdout

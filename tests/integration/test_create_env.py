@@ -135,7 +135,7 @@ EMPTY = spec({}, {}, {"blobstore_id": "", "sha1": ""})
 
 
 async def deploy(machine: CreateEnvVm) -> None:
-    """Send all requests of a deployment, from the first ping to post-start."""
+    """Send all requests in a deployment, from the first ping to post-start."""
     cli = machine.cli
     await cli.run("apply", EMPTY)
     assert (await cli.value("get_state"))["networks"] == NETWORKS
@@ -169,11 +169,6 @@ async def deploy(machine: CreateEnvVm) -> None:
 
 
 async def test_create_env_and_delete_env_work_end_to_end(machine: CreateEnvVm) -> None:
-    """Every request is answered and has its effect.
-
-    The first ``apply`` names no archive and no blob, and removes all jobs. Jobs and blobs survive a restart of the
-    agent.
-    """
     cli, pidfile = machine.cli, machine.paths.run / "sleeper/sleeper.pid"
     await machine.start()
     await deploy(machine)
@@ -214,10 +209,6 @@ async def test_create_env_and_delete_env_work_end_to_end(machine: CreateEnvVm) -
 
 @pytest.mark.attack("a reader finds secrets in the log")
 async def test_create_env_passwords_are_not_logged(machine: CreateEnvVm) -> None:
-    """The log contains neither the password in the bus address nor the passwords that callers send.
-
-    A request to switch from the HTTPS endpoint to a NATS bus is rejected.
-    """
     await machine.start()
     reply = await machine.cli.call("update_settings", {"mbus": {"urls": ["nats://127.0.0.1:4222"]}})
     task = await machine.cli.call("get_task", reply["value"]["agent_task_id"])

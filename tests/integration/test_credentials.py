@@ -24,8 +24,8 @@ async def _written(instance: RunningAgent) -> None:
 
 
 class Secret:
-    """The agent's settings, mounted in the way in which the kubelet mounts a Secret. Each version is in a new
-    directory, and a link points to the latest one.
+    """The agent's settings, mounted like a Secret by the kubelet: each version is in a new directory, and a link points
+    to the latest one.
     """
 
     def __init__(self, instance: RunningAgent) -> None:
@@ -53,8 +53,9 @@ class Secret:
 
 
 def cert(instance: RunningAgent, *, age: float, bootstrap: bool = False, name: str = "") -> dict[str, str]:
-    """Return credentials that became valid ``age`` seconds ago. They are for ``name`` or, without it, for one of the
-    agent's two bus users.
+    """Return credentials that became valid ``age`` seconds ago.
+
+    They are for ``name`` or, without it, for one of the agent's two bus users.
     """
     authority = instance.server.authority
     pair = authority.client(name or agent_name(AGENT, bootstrap=bootstrap), valid=(-age, 365 * 24 * HOUR))
@@ -62,12 +63,12 @@ def cert(instance: RunningAgent, *, age: float, bootstrap: bool = False, name: s
 
 
 def links(instance: RunningAgent) -> int:
-    """Return how often the agent has connected."""
+    """Return how many times the agent has connected."""
     return instance.log_text().count("connected to the bus")
 
 
 def changes(instance: RunningAgent) -> int:
-    """Return how often the agent has noticed a change of its settings."""
+    """Return how many times the agent has noticed a change in its settings."""
     return instance.log_text().count("the settings have changed")
 
 
@@ -97,7 +98,6 @@ async def test_bus_reconnects_after_a_secret_rotation_but_not_after_other_change
 
 
 async def test_secret_replaces_the_directors_credentials_only_if_it_is_newer(instance: RunningAgent) -> None:
-    """The agent keeps using the same credentials after a restart."""
     secret = Secret(instance)
     await instance.start_agent()
     await rotated(instance, cert(instance, age=30 * MINUTE))
@@ -118,7 +118,7 @@ async def test_secret_replaces_the_directors_credentials_only_if_it_is_newer(ins
 
 
 @pytest.mark.attack("a request contains certificates or keys that the agent cannot use")
-async def test_agent_falls_back_to_former_credentials_when_new_ones_fail(
+async def test_agent_falls_back_to_previous_credentials_when_new_ones_fail(
     instance: RunningAgent,
 ) -> None:
     """An operator may restore the bus from a backup that is older than the rotation. The bus then accepts only the
@@ -143,9 +143,6 @@ async def test_agent_falls_back_to_former_credentials_when_new_ones_fail(
 
 
 async def test_expiring_bus_certificate_is_reported(instance: RunningAgent) -> None:
-    """The log and ``status`` say which certificate expires and when. A CA that remains valid for long is not
-    mentioned.
-    """
     authority = instance.server.authority
     pair = authority.agent(AGENT, valid=(-99 * HOUR, HOUR))
     Secret(instance).put({"ca": authority.ca, "certificate": pair.certificate, "private_key": pair.private_key})
@@ -159,9 +156,7 @@ async def test_expiring_bus_certificate_is_reported(instance: RunningAgent) -> N
 
 @pytest.mark.attack("a request contains certificates or keys that the agent cannot use")
 async def test_invalid_certificate_from_the_director_is_rejected(instance: RunningAgent) -> None:
-    """The agent keeps its old credentials and returns an error. Without the error, the Director would assume that the
-    agent uses the new ones.
-    """
+    """Without an error, the Director would assume that the agent uses the new credentials."""
     await instance.start_agent()
 
     with pytest.raises(RpcRemoteError, match="cannot use the new bus credentials"):

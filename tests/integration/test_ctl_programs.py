@@ -1,4 +1,4 @@
-"""Start and stop programs of services, and the output of these programs that the agent stores."""
+"""Services' start and stop programs, and the program output that the agent stores."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ def _end(tmp_path: Path) -> Iterator[None]:
 
 
 def output_of_web(base: Path) -> tuple[Path, Programs]:
-    """Return the output file of the service ``web``, and the object that runs programs."""
+    """Return the ``web`` service's output file, and the object that runs programs."""
     output = Paths(base).shim_run / "output"
     output.mkdir(parents=True)
     return output / "web.log", Programs(Paths(base))
 
 
 async def test_start_program_output_is_kept_and_its_last_line_reported(tmp_path: Path) -> None:
-    """Each service has one output file, which only root can read and which the agent does not keep open."""
     paths = Paths(tmp_path)
     output, programs = paths.shim_run / "output", Programs(paths)
     for script in ("echo one", "echo two >&2; echo"):
@@ -53,10 +52,6 @@ async def test_start_program_output_is_kept_and_its_last_line_reported(tmp_path:
 
 
 async def test_program_runs_without_an_output_directory(tmp_path: Path) -> None:
-    """If the output directory cannot be used, the output goes to /dev/null.
-
-    If a program cannot run, the error says whether the program itself or its interpreter is missing.
-    """
     paths = Paths(tmp_path)
     paths.shim_run.mkdir(parents=True)
     (paths.shim_run / "output").write_text("no directory")
@@ -74,8 +69,8 @@ async def test_program_runs_without_an_output_directory(tmp_path: Path) -> None:
 
 
 async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) -> None:
-    """The working directory of scripts must not be ``/``, because a script of stackdriver-nozzle in gcp-tools-release
-    runs a recursive chown on it.
+    """The scripts' working directory must not be ``/``, because a stackdriver-nozzle script in gcp-tools-release runs a
+    recursive chown on it.
     """
     nowhere = tmp_path / "empty"
     nowhere.mkdir()
@@ -89,8 +84,8 @@ async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) 
     assert (tmp_path / "said").read_text() == f"{nowhere}\n"
 
 
-async def test_script_can_read_its_job_relative_to_the_working_directory(tmp_path: Path) -> None:
-    """The errand smoke-tests in shared-redis-release reads ``../jobs/smoke-tests/config.json``."""
+async def test_script_can_read_its_jobs_files_by_relative_path(tmp_path: Path) -> None:
+    """The smoke-tests errand in shared-redis-release reads ``../jobs/smoke-tests/config.json``."""
     (tmp_path / "jobs/smoke-tests").mkdir(parents=True)
     (tmp_path / "jobs/smoke-tests/config.json").write_text("{}")
     (tmp_path / "empty").mkdir()
@@ -102,7 +97,6 @@ async def test_script_can_read_its_job_relative_to_the_working_directory(tmp_pat
 
 
 async def test_growing_program_output_is_truncated(tmp_path: Path) -> None:
-    """The newest part is kept, and a process that has the file open continues to append."""
     path, programs = output_of_web(tmp_path)
     with path.open("ab", buffering=0) as writer:
         writer.write(b"x" * MAX_OUTPUT_BYTES + b"\nlast\n")
@@ -116,7 +110,7 @@ async def test_growing_program_output_is_truncated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["first\nlast\n", ""])
 def test_space_allocated_beyond_the_end_of_output_is_freed(tmp_path: Path, text: str) -> None:
-    """A job could otherwise use up disk space in a directory that belongs to root, without the file appearing large."""
+    """A job could otherwise use up disk space in root's directory without making the file look large."""
     path, programs = output_of_web(tmp_path)
     path.write_text(text)
     subprocess.run(["fallocate", "--keep-size", "--length", "8M", path], check=True)
@@ -139,10 +133,7 @@ def test_space_allocated_beyond_the_end_of_output_is_freed(tmp_path: Path, text:
     ids=["traced", "traced alone", "not traced", "nothing", "without an end"],
 )
 async def test_failure_reason_skips_shell_trace_lines(tmp_path: Path, printed: str, told: str) -> None:
-    """With ``set -x``, the last line is the trace of the exit command, and the actual error is in an earlier line.
-
-    Very long lines are truncated.
-    """
+    """With ``set -x``, the last line is the trace of the exit command, and the actual error is in an earlier line."""
     path, programs = output_of_web(tmp_path)
     path.write_text(printed)
 

@@ -1,4 +1,6 @@
-"""The agent as a process: its start, signals, exit codes and shutdown, late settings, and a second agent."""
+"""The agent as a process: how it starts, handles signals and exits, and what it does if its settings arrive late or a
+second agent runs.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,10 @@ async def test_agent_exits_with_0_on_sigterm_and_leaves_the_jobs_running(instanc
     assert instance.pids() == before
 
 
-@pytest.mark.attack("a job reads the memory or a core file of the agent")
+@pytest.mark.attack("a job reads the agent's memory or core file")
 async def test_agent_raises_only_its_own_file_limit_and_dumps_no_core(instance: RunningAgent) -> None:
-    """The agent needs a descriptor for each process, so it raises its soft limit. Jobs keep the container's soft limit,
-    as under the Go agent and monit.
-
-    A core file of the agent would contain its private key, so the agent dumps none. Jobs may raise the core limit for
-    themselves.
+    """The agent needs a descriptor for each process, but jobs keep the container's soft limit, as under the Go agent
+    and monit. The agent's core file would contain its private key.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     core = resource.getrlimit(resource.RLIMIT_CORE)
@@ -87,8 +86,8 @@ async def test_agent_waits_for_settings_that_are_missing_or_incomplete(instance:
 
 
 async def test_liveness_probe_passes_for_a_stopped_agent_and_fails_for_a_dead_one(instance: RunningAgent) -> None:
-    """Kubernetes kills a container whose liveness probe fails. The probe must therefore not wait for an answer from the
-    agent, which may get no CPU time for a while.
+    """Kubernetes kills a container whose liveness probe fails, so the probe must not wait for an agent that gets no CPU
+    time.
     """
     await instance.start_agent()
     os.kill(instance.pid, signal.SIGSTOP)
@@ -106,9 +105,6 @@ async def test_liveness_probe_passes_for_a_stopped_agent_and_fails_for_a_dead_on
 async def test_exit_codes_distinguish_reasons_why_a_command_or_agent_cannot_run(
     instance: RunningAgent,
 ) -> None:
-    """The exit code is 69 if no agent is running, 78 if agent.json is invalid, and 3 if another agent is running. That
-    agent keeps running.
-    """
     status, output = await instance.execute("status")
     assert status == 69
     assert "cannot ask the agent at" in output
@@ -125,7 +121,7 @@ async def test_exit_codes_distinguish_reasons_why_a_command_or_agent_cannot_run(
     assert await instance.director.value(AGENT, "ping") == "pong"
 
 
-async def test_shutdown_stops_the_jobs_and_they_stay_stopped_after_a_restart(instance: RunningAgent) -> None:
+async def test_jobs_stopped_by_shutdown_stay_stopped_after_a_restart(instance: RunningAgent) -> None:
     (pid,) = (await instance.deploy(1)).values()
 
     assert await instance.director.value(AGENT, "shutdown") == ""
@@ -138,7 +134,8 @@ async def test_shutdown_stops_the_jobs_and_they_stay_stopped_after_a_restart(ins
             status, output = await instance.execute("probe", "ready")
     assert "shut down by the Director" in output
     assert await instance.stop_agent() == 0
-    # The backup must record the shutdown too, because in a new container the next agent has a new root file system.
+    # The backup must record the shutdown too, because the next agent may run in a new container with a new root file
+    # system.
     assert (Paths(instance.base).mirror / "shut_down").read_text() == AGENT
     argv = [word.format(config=instance.scratch / "agent.json", base=instance.base) for word in shlex.split(COMMAND)]
     log = instance.scratch / "agent.log"
@@ -159,7 +156,7 @@ async def test_s7_heartbeat_is_sent_at_start_and_after_a_reconnect(instance: Run
         health = instance.base / "instance/health.json"
 
         async def beat() -> int:
-            """Restart the bus and wait for another heartbeat. Return the inode of the health file."""
+            """Restart the bus and wait for another heartbeat. Return the health file's inode."""
             seen = len(monitor.of("heartbeat", AGENT))
             await instance.server.kill()
             await instance.server.start()
@@ -191,10 +188,6 @@ async def test_s9_only_a_drain_for_shutdown_notifies_the_health_monitor(instance
 
 
 async def test_s7_heartbeat_has_instance_state_and_number_of_processes(instance: RunningAgent) -> None:
-    """Before the first apply, the fields that describe the instance are empty.
-
-    Afterwards, even after a restart, their values come from the spec and the jobs.
-    """
     monitor = HealthMonitor()
     async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
         await instance.start_agent()
@@ -237,10 +230,8 @@ async def test_agent_exits_with_1_after_an_unclean_stop(instance: RunningAgent) 
 
 
 async def test_agent_connects_once_the_bus_admits_it(instance: RunningAgent) -> None:
-    """Until the bus admits the agent, the readiness probe passes only at level ``boot``.
-
-    A CPI's create_vm waits for this level, because the Director admits the agent to the bus only after create_vm has
-    returned.
+    """Until the bus admits the agent, the readiness probe passes only at the ``boot`` level. A CPI's create_vm waits
+    for this level, because the Director admits the agent to the bus only after create_vm has returned.
     """
     port = instance.http = free_address()
     await instance.server.remove_agent(AGENT)
@@ -257,10 +248,6 @@ async def test_agent_connects_once_the_bus_admits_it(instance: RunningAgent) -> 
 
 @pytest.mark.attack("a job searches for the agent's keys and settings")
 async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_files(instance: RunningAgent) -> None:
-    """The private key is only in files that only their owner can read.
-
-    Partial files that an interrupted write left behind are removed at the next start.
-    """
     await instance.start_agent()
     mbus: dict[str, Any] = json.loads((instance.scratch / "settings.json").read_text())["env"]["bosh"]["mbus"]
     key_line = mbus["cert"]["private_key"].splitlines()[3]
@@ -291,7 +278,6 @@ async def test_no_secret_is_in_logs_arguments_environment_or_world_readable_file
 
 
 async def test_bosh_agent_accepts_the_flags_that_cpis_pass(instance: RunningAgent) -> None:
-    """An agent started with these flags answers ``agent-shim call``, which sends requests as a Director does."""
     instance.command = COMMAND.replace(
         "-m agent_shim.cli run -C {config}",
         "-c 'import sys; from agent_shim.cli.commands import bosh_agent; sys.exit(bosh_agent(sys.argv[1:]))'"
@@ -308,9 +294,6 @@ async def test_bosh_agent_accepts_the_flags_that_cpis_pass(instance: RunningAgen
 
 
 async def test_new_cpi_settings_apply_without_a_restart(instance: RunningAgent) -> None:
-    """The agent reconnects with the new credentials. Invalid credentials are logged, and the agent keeps those that
-    work.
-    """
     await instance.start_agent()
     await instance.server.add_agent(AGENT, bootstrap=True, permanent=True)
     source = instance.scratch / "settings.json"
@@ -333,9 +316,6 @@ async def test_new_cpi_settings_apply_without_a_restart(instance: RunningAgent) 
 
 @pytest.mark.slow
 async def test_t7_bus_connection_survives_heavy_work(tmp_path: Path) -> None:
-    """The agent still answers the server's pings while it runs an errand, compiles a package and packs logs. The server
-    in this test pings every two seconds and drops a client that misses two pings.
-    """
     burn = "#!/bin/sh\nend=$(($(date +%s) + 11))\nwhile [ $(date +%s) -lt $end ]; do :; done\n"
     async with NatsServer(tmp_path, ping_interval=2.0) as server, contract_world(tmp_path / "agent") as inside:
         await server.add_agent("agent-1")
@@ -364,7 +344,7 @@ async def test_t7_bus_connection_survives_heavy_work(tmp_path: Path) -> None:
             assert bus.stats.connects == 1
 
 
-async def test_t11_new_credentials_are_used_reported_and_kept_over_a_restart(instance: RunningAgent) -> None:
+async def test_t11_new_credentials_are_used_reported_and_kept_across_a_restart(instance: RunningAgent) -> None:
     await instance.start_agent()
     await instance.server.add_agent(AGENT, bootstrap=True, permanent=True)
     mbus = instance.server.mbus(AGENT, bootstrap=True)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.loop_may_be_held
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """Provide a directory with a short path, because the path of a socket in it may have at most 107 bytes."""
+    """Return a directory with a short path, because a socket path can have at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="d-") as made:
         yield Path(made)
 
@@ -73,8 +73,7 @@ def processes_of(where: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_demo_with_keep_is_usable_and_ends_with_all_its_processes(short: Path, number: signal.Signals) -> None:
-    """The commands that the demo prints work, although the path contains a space and non-ASCII letters."""
+def test_demo_with_keep_can_be_used_until_a_signal_stops_its_processes(short: Path, number: signal.Signals) -> None:
     where = short / "ein Ort für Proben"
     where.mkdir()
     with demo(where, "--keep") as started:
@@ -98,7 +97,7 @@ def output(line: str) -> str:
     return subprocess.run(line, shell=True, capture_output=True, text=True, check=True, timeout=60).stdout  # noqa: S602
 
 
-def test_ctrl_c_ends_all_processes_of_the_demo(short: Path) -> None:
+def test_ctrl_c_stops_all_demo_processes(short: Path) -> None:
     with demo(short) as started:
         until(started, "the deployed web service answers")
         assert len(processes_of(short)) >= 4
@@ -113,7 +112,7 @@ def test_ctrl_c_ends_all_processes_of_the_demo(short: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "waited"), [(("--keep",), "Alerts to the"), ((), "the deployed web service answers")]
 )
-def test_closing_the_terminal_ends_all_processes_of_the_demo(short: Path, words: tuple[str, ...], waited: str) -> None:
+def test_closing_the_terminal_stops_all_demo_processes(short: Path, words: tuple[str, ...], waited: str) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ["TMPDIR"] = str(short)
@@ -131,8 +130,6 @@ def test_closing_the_terminal_ends_all_processes_of_the_demo(short: Path, words:
 def test_failed_demo_names_its_step_and_the_log(
     short: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All processes exit, but the directory is kept for inspection."""
-
     run = Director.run
 
     async def broken(director: Director, agent_id: str, method: str, *arguments: object, **more: float) -> object:

@@ -38,8 +38,9 @@ each_way = by("links", "mounts")
 
 @pytest.fixture
 def unused_disks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no process use the disks. Looking at every process on the machine would take most of the time of a test that
-    makes many requests.
+    """Report that no process uses the disks.
+
+    Looking at every process on the machine would take most of the time in a test that makes many requests.
     """
     monkeypatch.setattr(volumes, "holders", lambda _: [])
 
@@ -50,10 +51,10 @@ def mounted(instance: InstanceWithVolumes) -> list[mounts.Mount]:
 
 
 @each_way
-async def test_restored_mount_clears_the_error_of_the_failed_attempt(
+async def test_restored_mount_clears_the_failed_attempts_error(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the disk disappears later, the reported problem must not be the error of the earlier attempt."""
+    """If the disk disappears later, the reported problem must not be the earlier attempt's error."""
     await instance.mount("a")
 
     def refused(*_: object, **__: object) -> None:
@@ -74,7 +75,7 @@ async def test_restored_mount_clears_the_error_of_the_failed_attempt(
 async def test_disk_is_mounted_even_if_its_mount_options_cannot_be_changed(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel may forbid the container to change mount options (EPERM). Any other error fails the mount."""
+    """The kernel may forbid the container to change mount options (EPERM). Any other error must fail the mount."""
 
     def refused(*_: object, **__: object) -> None:
         raise HostError(number, "cannot change the mount options")
@@ -91,11 +92,8 @@ async def test_disk_is_mounted_even_if_its_mount_options_cannot_be_changed(
 async def test_volume_mounted_on_the_store_by_the_platform_is_treated_as_a_disk(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A volume that the platform mounted at the store is treated as the instance's disk, although the Director does not
-    know it.
-
-    There are two exceptions: a volume whose marker says that its disk was unmounted, and the volume of a known disk for
-    which the Director has not yet sent a mount request.
+    """There are two exceptions: a volume whose marker says that its disk was unmounted, and the volume of a known disk
+    that the Director has not yet asked the agent to mount.
     """
     store = instance.paths.store
     instance.attach("z")
@@ -116,7 +114,7 @@ async def test_volume_mounted_on_the_store_by_the_platform_is_treated_as_a_disk(
 async def test_disk_stays_mounted_after_a_restart_unless_it_belongs_to_another_instance(
     instance: InstanceWithVolumes, marker: Marker | None, stays: bool
 ) -> None:
-    """A disk without a marker stays mounted as well, because older agents wrote no markers."""
+    """Older agents wrote no markers, so a disk without a marker must stay mounted as well."""
     instance.id = "this"
     await instance.mount("a", "b")
     markers.remove(instance.volume("b"))
@@ -137,9 +135,7 @@ async def test_disk_stays_mounted_after_a_restart_unless_it_belongs_to_another_i
 async def test_first_disk_is_mounted_at_the_store_and_later_ones_at_the_migration_target(
     instance: InstanceWithVolumes,
 ) -> None:
-    """A third disk replaces the second one. This happens when a failed resize is retried without unmounting the disk of
-    the first attempt.
-    """
+    """A third disk replaces the second if a failed resize is retried without unmounting the first attempt's disk."""
     instance.attach("a")
     assert (await instance.disks.list(), instance.disks.is_mounted) == ([], False)
 
@@ -168,8 +164,7 @@ async def test_first_disk_is_mounted_at_the_store_and_later_ones_at_the_migratio
 
 
 @each_way
-async def test_disk_requests_of_an_instance_without_disks_are_answered(instance: InstanceWithVolumes) -> None:
-    """The answers and error messages match the Go agent's."""
+async def test_instance_without_disks_answers_disk_requests(instance: InstanceWithVolumes) -> None:
     assert await instance.disks.problem() == ""
     assert await instance.disks.list() == []
     with pytest.raises(ActionError, match=r"^Persistent disk with volume id 'x' could not be found$"):
@@ -216,10 +211,8 @@ async def test_mount_fails_if_the_volume_does_not_appear(
 
 
 @each_way
-async def test_mount_waits_for_the_lease_of_a_dead_vm_to_expire(instance: InstanceWithVolumes) -> None:
-    """If a VM is recreated on another node, the lease of its predecessor on the disk stays valid for a while. The mount
-    must wait and not fail.
-    """
+async def test_mount_waits_for_a_dead_vms_lease_to_expire(instance: InstanceWithVolumes) -> None:
+    """If a VM is recreated on another node, its predecessor's lease on the disk stays valid for a while."""
     instance.attach("a")
     answers = ["agent a on a machine that is gone", "agent a on a machine that is gone", ""]
     instance.holder = lambda _: answers.pop(0) if answers else ""
@@ -267,7 +260,7 @@ async def test_unmarked_disk_leased_by_another_agent_is_rejected(instance: Insta
 
 
 @each_way
-async def test_volume_marked_with_another_cid_is_rejected(instance: InstanceWithVolumes) -> None:
+async def test_volume_marked_with_a_different_cid_is_rejected(instance: InstanceWithVolumes) -> None:
     await instance.mount("a")
     await instance.disks.unmount("a")
     instance.persistent = {"b": str(instance.volume("a"))}
@@ -281,10 +274,8 @@ async def test_volume_marked_with_another_cid_is_rejected(instance: InstanceWith
 
 
 @each_way
-async def test_mounted_disk_is_not_replaced_because_of_a_marker_alone(instance: InstanceWithVolumes) -> None:
-    """Jobs use the files on the mounted disk. The marker on the other disk is not enough to replace it, because no
-    record says that it was replaced.
-    """
+async def test_marker_alone_does_not_replace_the_mounted_disk(instance: InstanceWithVolumes) -> None:
+    """Jobs use the files on the mounted disk, and no record says that the disk was replaced."""
     for cid in "ab":
         instance.attach(cid)
     await instance.disks.mount("b")
@@ -309,7 +300,6 @@ async def test_existing_files_are_not_hidden_by_a_disk_link(instance: InstanceWi
 
 @each_way
 async def test_unknown_link_or_mount_at_the_store_is_not_replaced(instance: InstanceWithVolumes) -> None:
-    """Something other than the agent has created the link or mount, so mounting a disk over it fails."""
     instance.attach("a")
     if instance.bind:
         mount_tmpfs(instance.paths.store)
@@ -351,8 +341,8 @@ async def test_full_disk_can_be_mounted_and_unmounted_without_a_marker(
 
 @each_way
 async def test_read_only_disk_can_be_unmounted(instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The marker cannot be removed from the read-only disk, so it still assigns the disk to the store. A record on the
-    root file system overrides the marker, even after a restart of the agent.
+    """The marker on the read-only disk still assigns the disk to the store. A record on the root file system must
+    override the marker, even after the agent restarts.
     """
     await instance.mount("a")
 
@@ -376,14 +366,10 @@ async def test_read_only_disk_can_be_unmounted(instance: InstanceWithVolumes, mo
 
 
 @each_way
-async def test_mount_needs_a_marker_or_a_record_and_is_undone_without_either(
+async def test_mount_is_undone_if_neither_marker_nor_record_can_be_written(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If neither the disk nor the root file system is writable, the mount is undone, because the next agent would not
-    know that the disk is mounted.
-
-    If only the root file system is full, the marker is enough.
-    """
+    """The next agent would not know that the disk is mounted."""
     instance.attach("a")
     real, before = files.write_atomic, mounted(instance)
 
@@ -424,9 +410,6 @@ async def test_mount_that_silently_fails_is_reported(
 async def test_unmount_that_fails_and_cannot_be_recorded_is_reported(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The unmount fails. The request to unmount the disk cannot be recorded either, on the volume or on the root file
-    system.
-    """
     instance.attach("a")
     real = files.write_atomic
 
@@ -453,9 +436,7 @@ async def test_unmount_that_fails_and_cannot_be_recorded_is_reported(
 async def test_failed_unmount_is_recorded_on_the_root_file_system(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The marker on the volume cannot be written, so a record on the root file system says that the disk should have
-    been unmounted. The next agent reads this record.
-    """
+    """The marker on the volume cannot be written, so the agent records the unmount elsewhere."""
     instance.attach("a")
 
     def refused(*_: object, **__: object) -> None:
@@ -479,7 +460,7 @@ async def test_failed_unmount_is_recorded_on_the_root_file_system(
 
 def at_the_store(instance: InstanceWithVolumes) -> None:
     """Simulate a pod whose manifest mounts the volume at the store, and a CPI that therefore sends the store as the
-    disk's hint.
+    disk hint.
     """
     if instance.bind:
         mounts.bind(instance.attach("a"), instance.paths.store)
@@ -510,8 +491,10 @@ async def test_volume_mounted_at_the_store_by_a_manifest_stays_there(instance: I
 
 
 @by("links")
-async def test_volume_mounted_at_the_store_cannot_be_migrated_without_mounts(instance: InstanceWithVolumes) -> None:
-    """The request fails before anything is copied, because a link cannot replace the mount."""
+async def test_volume_mounted_at_the_store_cannot_be_migrated_if_the_agent_may_not_mount(
+    instance: InstanceWithVolumes,
+) -> None:
+    """The request must fail before anything is copied, because a link cannot replace the mount."""
     instance.persistent["a"] = str(instance.paths.store)
     await instance.disks.mount("a")
     await instance.mount("b")
@@ -526,7 +509,7 @@ async def test_volume_mounted_at_the_store_cannot_be_migrated_without_mounts(ins
 
 
 @each_way
-async def test_disk_known_only_from_a_hint_stays_mounted_after_its_hint_is_removed(
+async def test_disk_known_only_from_a_hint_stays_mounted_after_the_hint_is_removed(
     instance: InstanceWithVolumes,
 ) -> None:
     volume = instance.attach("a")
@@ -561,9 +544,7 @@ async def test_dangling_link_at_the_store_is_replaced(instance: InstanceWithVolu
 
 @each_way
 async def test_replaced_disk_is_removed_from_the_store(instance: InstanceWithVolumes) -> None:
-    """A migration was interrupted after the new disk was marked, but before it was mounted at the store. The restarted
-    agent completes it.
-    """
+    """A migration was interrupted after the new disk was marked, but before it was mounted at the store."""
     for cid in "ab":
         instance.attach(cid)
     await instance.disks.mount("a")
@@ -596,9 +577,7 @@ async def test_disk_is_synced_before_it_is_unmounted(
 async def test_disk_at_the_migration_target_is_unmounted(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk at the store stays mounted. Processes that use it do not delay the unmount of the disk at the migration
-    target.
-    """
+    """Processes that use the disk at the store must not delay the unmount."""
     await instance.mount("a", "b")
     looked_at: list[set[Path]] = []
 
@@ -666,10 +645,8 @@ async def test_unmount_waits_for_processes_to_release_the_disk(instance: Instanc
 
 
 @each_way
-async def test_disk_unmount_kills_processes_of_jobs(instance: InstanceWithVolumes) -> None:
-    """Processes of a job that still use the disk are killed. After that, the disk is checked again, even if the time
-    limit has passed.
-    """
+async def test_disk_unmount_kills_job_processes(instance: InstanceWithVolumes) -> None:
+    """After the processes have been killed, the disk must be checked again, even if the time limit has passed."""
     await instance.mount("a")
     instance.write("file", "x")
     instance.timeouts = msgspec.structs.replace(instance.timeouts, use=0.0)
@@ -681,10 +658,8 @@ async def test_disk_unmount_kills_processes_of_jobs(instance: InstanceWithVolume
 
 
 @each_way
-async def test_disk_unmount_ends_processes_of_a_job_in_parallel(instance: InstanceWithVolumes) -> None:
-    """All processes get SIGTERM before the first grace period is over. If they were terminated one after the other, the
-    request would take minutes.
-    """
+async def test_disk_unmount_terminates_a_jobs_processes_in_parallel(instance: InstanceWithVolumes) -> None:
+    """If the processes were terminated one after the other, the request would take minutes."""
     instance.timeouts = msgspec.structs.replace(instance.timeouts, grace=60.0)
     instance.start_agent()
     await instance.mount("a")
@@ -715,7 +690,6 @@ async def test_disk_unmount_ends_processes_of_a_job_in_parallel(instance: Instan
 
 @each_way
 async def test_disks_are_mounted_again_in_a_recreated_container(instance: InstanceWithVolumes) -> None:
-    """The disks are mounted when the agent starts. If they are missing later, ``list_disk`` mounts them."""
     await instance.mount("a", "b")
     instance.write("data", "precious")
     instance.remake_container()
@@ -767,10 +741,8 @@ async def test_missing_disk_is_reported_as_a_problem(instance: InstanceWithVolum
 
 
 @each_way
-async def test_disk_of_another_instance_is_mounted_only_by_the_director(instance: InstanceWithVolumes) -> None:
-    """A disk whose marker names another instance stays unmounted when the agent restarts. ``mount_disk`` still mounts
-    it, because a new VM gets this request before it learns its own instance id.
-    """
+async def test_another_instances_disk_is_mounted_only_on_the_directors_request(instance: InstanceWithVolumes) -> None:
+    """A new VM gets ``mount_disk`` before it learns its own instance id."""
     await instance.mount("a")
     instance.id = "i-2"
     await instance.disks.list()
@@ -791,7 +763,7 @@ async def test_disk_of_another_instance_is_mounted_only_by_the_director(instance
 async def test_two_disks_marked_for_the_store_stay_unmounted_until_one_is_requested(
     instance: InstanceWithVolumes,
 ) -> None:
-    """The agent cannot know which of the two disks belongs at the store, so it mounts neither and reports a problem."""
+    """The agent cannot know which of the two disks belongs at the store."""
     for cid in "ab":
         markers.write(instance.attach(cid), Marker(cid, "store"))
 
@@ -805,10 +777,8 @@ async def test_two_disks_marked_for_the_store_stay_unmounted_until_one_is_reques
 
 
 @each_way
-async def test_disk_of_an_older_agent_is_adopted(instance: InstanceWithVolumes) -> None:
-    """Older agents wrote no markers and named their disk only in managed_disk_settings.json. The disk is adopted even
-    if its mount or link is missing.
-    """
+async def test_disk_from_an_older_agent_is_adopted(instance: InstanceWithVolumes) -> None:
+    """Older agents wrote no markers and named their disk only in managed_disk_settings.json."""
     instance.attach("a")
     instance.paths.managed_disk.write_text("a")
 
@@ -819,7 +789,7 @@ async def test_disk_of_an_older_agent_is_adopted(instance: InstanceWithVolumes) 
 @each_way
 async def test_resize_begun_by_an_older_agent_is_adopted(instance: InstanceWithVolumes) -> None:
     """An agent without markers records the new disk as the managed disk before it copies anything
-    (platform/linux_platform.go). The migration that it began can still be completed.
+    (platform/linux_platform.go).
     """
     instance.attach("a")
     instance.attach("b")
@@ -835,10 +805,8 @@ async def test_resize_begun_by_an_older_agent_is_adopted(instance: InstanceWithV
 
 @each_way
 async def test_unmarked_disk_with_files_is_mounted_at_the_store(instance: InstanceWithVolumes) -> None:
-    """An agent that writes no markers used the disk with files. Its container was then recreated to attach a second
-    disk, which is empty.
-
-    The disk with files must therefore be the earlier one, although the Director asks for the empty one.
+    """The container was recreated to attach a second, empty disk, which the Director now wants to mount. The disk with
+    files must be the earlier one.
     """
     (instance.attach("a") / "data").write_text("precious")
     (instance.attach("b") / "lost+found").mkdir()
@@ -855,8 +823,8 @@ async def test_unmarked_disk_with_files_is_mounted_at_the_store(instance: Instan
 async def test_unmarked_disk_is_not_mounted_if_it_may_not_be_the_earlier_store_disk(
     instance: InstanceWithVolumes, why: str
 ) -> None:
-    """If both disks have files, or if the disk with files is linked by a name, the agent cannot know that it was at the
-    store. It then mounts only the disk that the Director requests.
+    """If both disks have files, or if the disk with files is linked by name, the agent cannot know which disk was at
+    the store.
     """
     for cid in "ab" if why == "both have files" else "a":
         (instance.attach(cid) / "data").write_text(cid)
@@ -875,7 +843,7 @@ async def test_unmarked_disk_is_not_mounted_if_it_may_not_be_the_earlier_store_d
 
 
 async def resizing(instance: InstanceWithVolumes) -> dict[str, object]:
-    """Mount two disks for a migration. Only the first contains files.
+    """Mount two disks for a migration. Only the first one contains files.
 
     Return the content that the second disk must have after the migration.
     """
@@ -891,10 +859,6 @@ async def resizing(instance: InstanceWithVolumes) -> dict[str, object]:
 @pytest.mark.parametrize("cids", [("a", "b"), ()])
 @each_way
 async def test_migration_copies_all_files_once(instance: InstanceWithVolumes, cids: tuple[str, ...]) -> None:
-    """The request may name the disks or leave them out.
-
-    Repeating the request changes nothing. A request for other disks is rejected. A second migration may follow.
-    """
     wanted = await resizing(instance)
 
     await instance.disks.migrate(*cids)
@@ -942,7 +906,7 @@ async def test_migration_requires_both_disks_to_be_mounted(instance: InstanceWit
 
 
 @each_way
-async def test_migration_does_not_copy_an_empty_disk_over_a_full_one(instance: InstanceWithVolumes) -> None:
+async def test_migration_does_not_copy_an_empty_disk_over_one_with_files(instance: InstanceWithVolumes) -> None:
     await instance.mount("a")
     (instance.attach("b") / "data").write_text("precious")
     await instance.disks.mount("b")
@@ -1027,8 +991,8 @@ async def test_migration_copies_in_a_worker_and_reports_progress(instance: Insta
 
 @each_way
 async def test_unfinished_disk_copy_is_not_used_and_is_resumed(instance: InstanceWithVolumes) -> None:
-    """After a failed resize, the new disk is unmounted. Another instance refuses to mount it, and this instance
-    completes the copy when the disk is mounted again.
+    """Another instance must refuse to mount the new disk, and this instance must complete the copy when the disk is
+    mounted again.
     """
     wanted = await resizing(instance)
     markers.write(instance.volume("b"), Marker("b", "target", source="a", generation=1))
@@ -1097,7 +1061,7 @@ async def test_disk_requests_are_refused_during_a_migration(
 
 
 @each_way
-async def test_migration_logs_what_it_could_not_copy(
+async def test_migration_logs_files_that_it_could_not_copy(
     instance: InstanceWithVolumes, caplog: pytest.LogCaptureFixture
 ) -> None:
     await resizing(instance)
@@ -1119,10 +1083,7 @@ async def test_migration_logs_what_it_could_not_copy(
 async def test_migration_killed_at_any_step_is_completed(
     instance: InstanceWithVolumes, step: int, restart: Callable[[InstanceWithVolumes], None]
 ) -> None:
-    """After the restart, one of the two disks is at the store with all files.
-
-    Repeating the migration completes the move to the new disk.
-    """
+    """After the restart, one of the two disks must be mounted on the store and contain all its files."""
     wanted = await resizing(instance)
     assert await migrate_until(step, instance) or step < MORE_THAN_ALL - 1
     restart(instance)
@@ -1172,9 +1133,6 @@ async def test_reverse_migration_killed_at_any_step_is_completed(instance: Insta
 async def test_mount_and_unmount_killed_at_any_step_can_be_repeated(
     instance: InstanceWithVolumes, restart: Callable[[InstanceWithVolumes], None]
 ) -> None:
-    """A sequence of requests mounts disks at the store and at the migration target, replaces the second disk with a
-    third one, and unmounts both.
-    """
     for cid in "abc":
         instance.attach(cid)
     stories: list[tuple[Callable[[], Awaitable[object]], list[str]]] = [
@@ -1238,7 +1196,7 @@ async def test_disk_association_links_are_restored(instance: InstanceWithVolumes
 
 
 @each_way
-async def test_disk_association_may_name_a_device(instance: InstanceWithVolumes) -> None:
+async def test_disk_association_may_refer_to_a_device(instance: InstanceWithVolumes) -> None:
     instance.persistent["a"] = {"path": "/dev/null"}
 
     await instance.disks.associate([DiskAssociation("raw", "a")])
@@ -1270,7 +1228,7 @@ async def test_error_names_an_invalid_disk_association(
 
 @each_way
 async def test_dynamic_disk_is_linked_when_it_appears_and_can_be_unlinked(instance: InstanceWithVolumes) -> None:
-    """The agent waits for the disk, because the CPI may attach it only after the request has arrived."""
+    """The CPI may attach the disk only after the request has arrived."""
     instance.paths.dynamic_disks.mkdir()
     link = instance.paths.dynamic_disks / "a"
     instance.disks.timeouts = PATIENT

@@ -1,4 +1,4 @@
-"""Runs ``agent-shim doctor`` on this machine."""
+"""``agent-shim doctor`` on this machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def settled(base: Path, url: str, certificate: str, ca: str = "x", private_key: 
 
 
 def test_doctor_checks_everything_and_leaves_no_files(tmp_path: Path) -> None:
-    """The exit code says whether anything is wrong. Checks that are impossible on this machine are reported as such."""
     (tmp_path / "data").mkdir()
     before = sorted(tmp_path.rglob("*"))
 
@@ -61,7 +60,7 @@ def test_doctor_checks_everything_and_leaves_no_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Attribute's length")
-def test_doctor_reports_an_expired_certificate_and_a_lost_address(tmp_path: Path) -> None:
+def test_doctor_reports_an_expired_certificate_and_a_missing_address(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as once:
         port = once.getsockname()[1]
     settled(tmp_path, f"nats://127.0.0.1:{port}", pki.Authority().agent("a1", valid=pki.EXPIRED).certificate)
@@ -74,7 +73,7 @@ def test_doctor_reports_an_expired_certificate_and_a_lost_address(tmp_path: Path
     assert finding(report, "addresses")["found"] == "no interface has 198.51.100.77 (network default of the settings)"
 
 
-async def test_doctor_probes_the_bus_without_a_connection_in_the_servers_log(tmp_path: Path) -> None:
+async def test_doctor_bus_probe_causes_no_error_in_the_servers_log(tmp_path: Path) -> None:
     """The doctor completes the TLS handshake but does not log in, so the server logs no error."""
     async with NatsServer(tmp_path / "bus") as server:
         cert = server.mbus("a1")

@@ -1,4 +1,4 @@
-"""Commands that print characters that do not exist in the locale's encoding."""
+"""Commands whose output contains characters that the locale's encoding cannot represent."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ it prints the separator and the exit code.
 
 @pytest.fixture
 async def place(tmp_path: Path) -> AsyncIterator[StandaloneTree]:
-    """Run an agent with two jobs whose output contains such characters. One job writes them to its log, and the other
-    prints them and fails.
+    """Run an agent with two jobs whose output contains ``TEXT``.
+
+    The text is in one job's log. The other job's start program prints it and fails.
     """
     made = StandaloneTree(tmp_path)
     made.lay("jobs/web", jobs.sleeper(made.paths, "web"))
@@ -122,7 +123,6 @@ def run(
 
 
 async def test_commands_escape_characters_that_the_locale_cannot_encode(place: StandaloneTree) -> None:
-    """The command succeeds or fails in the same way as with UTF-8, and prints no encoding error."""
     status = ("agent-shim", "status", "-b", str(place.paths.base))
     await until(lambda: b"start program exited" in run([status], LATIN)[0][1])
 

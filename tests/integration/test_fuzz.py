@@ -12,10 +12,9 @@ from agent_shim.core.errors import ShimError
 from tools.chaos import fuzz
 
 
-@pytest.mark.attack("a request is malformed, or has a value of another type")
+@pytest.mark.attack("a request is malformed, or has a value of the wrong type")
 @pytest.mark.parametrize("name", fuzz.TARGETS)
 def test_fuzzed_input_is_parsed_or_rejected(name: str) -> None:
-    """The inputs that once caused a failure are tried first."""
     found = list(fuzz.findings(fuzz.TARGETS[name], random.Random(7), lambda number: number >= 150))
 
     assert found == []
@@ -23,10 +22,7 @@ def test_fuzzed_input_is_parsed_or_rejected(name: str) -> None:
 
 @pytest.mark.parametrize("name", fuzz.TARGETS)
 def test_first_fuzzing_seed_is_parsed(name: str) -> None:
-    """A fuzzing target that rejects even its valid seed tests nothing.
-
-    This once happened with archives in memory, which were rejected before their first byte.
-    """
+    """A fuzzing target that rejects even its valid seed tests nothing."""
     fuzz.TARGETS[name].read(fuzz.TARGETS[name].seeds[0])
 
 

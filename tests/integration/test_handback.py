@@ -1,5 +1,5 @@
-"""Handing an instance back to the Go agent and monit: its processes keep running, and the right files stay, change or
-are removed.
+"""Handing an instance back to the Go agent and monit: its processes keep running, and files are kept, changed or
+removed as these programs require.
 """
 
 from __future__ import annotations
@@ -19,11 +19,6 @@ from tests.support.instance import AGENT, RunningAgent
 
 
 async def test_handback_keeps_jobs_running_and_writes_their_monit_files(instance: RunningAgent) -> None:
-    """Only this agent's own state is removed. The state of the Go agent stays as it is.
-
-    If this agent is started again, it adopts the running jobs, as it does when it replaces the Go agent. No job is
-    started twice.
-    """
     before = await instance.deploy(2, 1)
     for _ in range(2):
         kept = {path.name: path.read_bytes() for path in (instance.base / "bosh").glob("*s*.json")}
@@ -54,9 +49,7 @@ async def test_handback_keeps_jobs_running_and_writes_their_monit_files(instance
 
 @pytest.mark.slow
 async def test_handback_writes_no_monit_files_for_stopped_jobs(instance: RunningAgent) -> None:
-    """If monit found monit files of stopped jobs, it would start these jobs. A file for the Go agent says that the jobs
-    are stopped.
-    """
+    """monit would start the jobs whose monit files it finds."""
     await instance.deploy(2, 1)
     await instance.director.run(AGENT, "stop")
     await instance.stop_agent()
@@ -73,9 +66,6 @@ async def test_handback_writes_no_monit_files_for_stopped_jobs(instance: Running
 
 @pytest.mark.slow
 async def test_handback_reports_processes_that_monit_would_start(instance: RunningAgent) -> None:
-    """The report names processes that have died, and processes that monit would consider dead. A handback is refused
-    while the agent runs.
-    """
     before = await instance.deploy(3)
     status, output = await instance.execute("handback")
     assert (status, "cannot hand back: another agent, process" in output) == (3, True)
@@ -97,8 +87,7 @@ async def test_handback_reports_processes_that_monit_would_start(instance: Runni
 
 
 @pytest.mark.slow
-async def test_handback_is_repeatable_and_changes_nothing_without_an_agent(instance: RunningAgent) -> None:
-    """The command succeeds even if there is nothing to hand back."""
+async def test_handback_without_an_earlier_agent_changes_nothing_and_can_be_repeated(instance: RunningAgent) -> None:
     instance.base.mkdir(exist_ok=True)
     before = sorted(instance.base.iterdir())
 
@@ -112,9 +101,7 @@ async def test_handback_is_repeatable_and_changes_nothing_without_an_agent(insta
 
 
 def test_handback_removes_disk_markers(tmp_path: Path) -> None:
-    """The Go agent would copy the markers to other disks, so they are removed. A file tells the Go agent which disk is
-    at the store.
-    """
+    """The Go agent would copy the markers to other disks."""
     paths = Paths(tmp_path / "vcap")
     paths.bosh.mkdir(parents=True)
     store, other = tmp_path / "disk-1", tmp_path / "disk-2"
@@ -139,7 +126,7 @@ def test_handback_removes_disk_markers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "what"), [("supervisor_state", "jobs are"), ("settings_cache", "disks are")])
 def test_handback_is_refused_if_a_state_file_is_damaged(tmp_path: Path, name: str, what: str) -> None:
-    """A damaged file was once treated as empty. The handback then removed the backup of the state, but left the markers
+    """If a damaged file were treated as empty, the handback would remove the state backup but leave the markers
     on the disks.
     """
     paths = Paths(tmp_path / "vcap")
@@ -157,8 +144,8 @@ def test_handback_is_refused_if_a_state_file_is_damaged(tmp_path: Path, name: st
     assert all(path.exists() for path in kept)
 
 
-def test_handback_removes_state_of_former_agents(tmp_path: Path) -> None:
-    """State of agents with other ids is removed because it may contain secrets and no agent would ever use it again."""
+def test_handback_removes_state_left_by_previous_agents(tmp_path: Path) -> None:
+    """The state may contain secrets, and no agent would ever use it again."""
     paths = Paths(tmp_path / "vcap")
     (paths.mirror / state_backup.SET_ASIDE / "a-0").mkdir(parents=True)
     (paths.mirror / state_backup.SET_ASIDE / "a-0/update_settings.json").write_text("secret")

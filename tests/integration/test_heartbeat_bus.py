@@ -17,9 +17,6 @@ from tests.support.waiting import until
 
 
 async def test_heartbeat_and_pending_alerts_are_sent_on_each_connection(tmp_path: Path) -> None:
-    """From these messages, the Health Monitor learns immediately that the agent is connected, and what happened during
-    an outage.
-    """
     async with NatsServer(tmp_path) as server:
 
         async def send(message: bytes) -> None:

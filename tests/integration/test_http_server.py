@@ -28,8 +28,8 @@ async def where(heard: list[HttpRequest]) -> AsyncIterator[Where]:
     """Provide a server that accepts the same requests as monit's HTTP endpoint, and records them."""
 
     def answer(request: HttpRequest) -> HttpResponse:
-        # Ignore requests with a password, because a client of another test may still connect to a port that its server
-        # had before.
+        # A client from an earlier test may still be connecting to this port, if that test's server used it. Only
+        # such clients send a password, so ignore requests that contain one.
         if "authorization" not in request.headers:
             heard.append(request)
         return HttpResponse(200, b"here")
@@ -65,8 +65,7 @@ LENGTHS = {
 
 @pytest.mark.attack("a neighbour sends requests that are malformed or never end to an open port")
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
-async def test_http_body_too_large_is_rejected_by_its_headers(where: Where, length: bytes) -> None:
-    """The server rejects a Content-Length above the limit, whatever its notation, without waiting for the body."""
+async def test_oversized_http_body_is_rejected_before_it_is_sent(where: Where, length: bytes) -> None:
     answer = await ask(where, b"POST / HTTP/1.1\r\nContent-Length: " + length + b"\r\n\r\n")
 
     assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
@@ -86,9 +85,6 @@ BEGINNINGS = {
 @pytest.mark.attack("a neighbour sends requests that are malformed or never end to an open port")
 @pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS)
 async def test_endless_http_request_is_cut_off_without_using_memory(where: Where, beginning: bytes) -> None:
-    """The client begins a request and then sends fifty megabytes. The server closes the connection, and its memory
-    grows by much less than that.
-    """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     _, writer = await asyncio.open_connection(*where)
 
@@ -190,9 +186,8 @@ async def test_http_request_is_parsed_the_same_whether_sent_whole_or_byte_by_byt
     )
 
 
-@pytest.mark.attack("a neighbour holds the connections of an open port")
-async def test_http_request_is_answered_although_excess_connections_follow(where: Where) -> None:
-    """When the event loop runs, the request and the excess connections are already waiting in the kernel."""
+@pytest.mark.attack("a neighbour occupies all connections of an open port")
+async def test_http_request_is_answered_even_if_excess_connections_follow(where: Where) -> None:
     with socket.create_connection(where) as probe, ExitStack() as crowd:
         probe.sendall(b"GET / HTTP/1.0\r\n\r\n")
         for _ in range(http_server.MAX_CONNECTIONS + 20):
@@ -200,7 +195,7 @@ async def test_http_request_is_answered_although_excess_connections_follow(where
         assert (await asyncio.to_thread(probe.recv, 100)).startswith(b"HTTP/1.0 200 ")
 
 
-@pytest.mark.attack("a neighbour holds the connections of an open port")
+@pytest.mark.attack("a neighbour occupies all connections of an open port")
 async def test_idle_http_connections_do_not_evict_connections_from_another_address(where: Where) -> None:
     reader, writer = await asyncio.open_connection(*where)
     async with AsyncExitStack() as crowd:

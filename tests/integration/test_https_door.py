@@ -1,4 +1,6 @@
-"""The HTTPS endpoint with slow, numerous, disconnected or hostile clients, and when its certificate is replaced."""
+"""The HTTPS endpoint with slow, disconnecting or hostile clients, with too many clients, and when its certificate is
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -121,9 +123,6 @@ async def test_interrupted_https_upload_leaves_no_file(bus: HttpsBus, tmp_path: 
 
 
 async def test_https_drain_waits_until_answers_are_sent(agent: PingAgent, tmp_path: Path) -> None:
-    """``drain`` waits until the answers to requests in progress have been sent. If no request is in progress,
-    it returns immediately.
-    """
     async with AsyncExitStack() as stack:
         async with on_https(agent.handle, tmp_path) as bus:
             await bus.drain(60)
@@ -209,7 +208,6 @@ async def test_finished_https_connections_leave_no_objects_in_memory(bus: HttpsB
 
 
 async def test_https_bodies_of_maximum_size_are_accepted(hasty: HttpsBus, tmp_path: Path) -> None:
-    """The limit is the same for chunked bodies and for bodies with a declared length."""
     cli, body = AgentClient(hasty.port), request("ping").partition(b"\r\n\r\n")[2].ljust(1000)
 
     assert (await cli.send("POST", "/agent", body)).status == 200
@@ -222,7 +220,6 @@ async def test_https_bodies_of_maximum_size_are_accepted(hasty: HttpsBus, tmp_pa
 
 
 async def test_https_bytes_and_messages_are_counted(bus: HttpsBus, caplog: pytest.LogCaptureFixture) -> None:
-    """The statistics for the metrics contain one request and one answer, and no error is logged."""
     body = b'{"method": "ping"}'
     await AgentClient(bus.port).send("POST", "/agent", body)
 
@@ -234,7 +231,6 @@ async def test_https_bytes_and_messages_are_counted(bus: HttpsBus, caplog: pytes
 
 
 async def test_https_shutdown_cancels_running_actions(agent: PingAgent, tmp_path: Path) -> None:
-    """An action must not outlive the agent, and its caller is about to be disconnected anyway."""
     async with on_https(agent.handle, tmp_path, goodbye=0.1) as bus, AgentClient(bus.port).connected() as (_, writer):
         writer.write(request("start"))
         await agent.begun.wait()
@@ -262,8 +258,6 @@ async def test_https_bodies_above_the_limit_are_rejected(hasty: HttpsBus, tmp_pa
 async def test_https_requests_beyond_64_mib_in_total_get_503(agent: PingAgent, tmp_path: Path) -> None:
     """Without this limit, a client with the password could occupy two gigabytes by sending a body of 16 MiB on each
     connection.
-
-    Once the connections with these bodies are closed, requests are answered again.
     """
     async with on_https(agent.handle, tmp_path, requests=3000) as bus, AsyncExitStack() as stack:
         cli = AgentClient(bus.port)
@@ -304,9 +298,7 @@ async def test_unauthenticated_https_connections_do_not_evict_authenticated_ones
 async def test_full_https_server_drops_the_oldest_unauthenticated_connection(
     agent: PingAgent, tmp_path: Path, begins_tls: bool
 ) -> None:
-    """Each silent connection, with or without TLS, holds a descriptor for ten seconds, so the number of such
-    connections is limited.
-    """
+    """Each silent connection holds a descriptor for ten seconds, so the number of such connections is limited."""
     async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
         silent = []
         for _ in range(20):
@@ -327,9 +319,6 @@ async def test_full_https_server_drops_the_oldest_unauthenticated_connection(
 async def test_https_connections_do_not_evict_a_handshake_from_another_address(
     agent: PingAgent, tmp_path: Path
 ) -> None:
-    """A slow client completes its TLS handshake, although twenty connections arrive from another address in the
-    meantime.
-    """
     async with on_https(agent.handle, tmp_path, connections=8) as bus, AsyncExitStack() as stack:
         reader, writer = await asyncio.open_connection("127.0.0.1", bus.port)
         for _ in range(20):
@@ -343,8 +332,8 @@ async def test_https_connections_do_not_evict_a_handshake_from_another_address(
 
 @pytest.mark.attack("a neighbour overloads the create-env endpoint with slow, endless or many requests")
 async def test_flood_of_https_handshakes_does_not_lock_out_other_callers(agent: PingAgent, tmp_path: Path) -> None:
-    """Sixteen clients compete for eight connections. Each of them repeatedly completes a TLS handshake and disconnects.
-    Other callers are still answered.
+    """Sixteen clients compete for eight connections. Each of them repeatedly completes a TLS handshake and
+    disconnects.
     """
     done = 0
 
@@ -396,7 +385,6 @@ async def test_https_server_full_of_authenticated_callers_accepts_no_more_connec
 async def test_https_blob_transfers_are_counted(
     hasty: HttpsBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``/metrics`` counts complete transfers separately from those that failed or were interrupted."""
     transfers = workers.Transfers()
     monkeypatch.setattr(https, "transfers", transfers)
     cli = AgentClient(hasty.port)
@@ -438,7 +426,7 @@ async def test_https_blob_transfers_are_counted(
         os.urandom(10_000),
     ],
 )
-async def test_invalid_http_or_tls_ends_only_its_connection(hasty: HttpsBus, said: bytes) -> None:
+async def test_invalid_http_or_tls_closes_only_that_connection(hasty: HttpsBus, said: bytes) -> None:
     cli = AgentClient(hasty.port)
     async with cli.connected() as (reader, writer):
         writer.write(said)
@@ -480,12 +468,9 @@ async def test_https_server_rejects_old_tls_versions(
     [(("PUT", dav_path("one")), b"abc", 201), (("POST", "/agent"), b'{"method":"break"}', 500)],
     ids=["upload", "handler that breaks"],
 )
-async def test_https_client_waiting_for_100_continue_gets_it_and_the_answer(
+async def test_https_request_with_expect_100_continue_gets_both_responses(
     bus: HttpsBus, caplog: pytest.LogCaptureFixture, to: tuple[str, str], body: bytes, status: int
 ) -> None:
-    """A client with the password gets ``100 Continue`` and then the answer. A client without it gets 401
-    immediately.
-    """
     cli = AgentClient(bus.port)
     async with cli.connected() as (reader, writer), asyncio.timeout(10):
         writer.write(head(*to, len(body), basic(), Expect="100-continue"))
@@ -513,7 +498,6 @@ async def test_compressed_https_request_body_is_not_decoded(bus: HttpsBus, tmp_p
 
 
 async def test_https_port_in_use_is_retried(agent: PingAgent, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The agent logs the error only once, and listens as soon as the port is free."""
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]
     bus = HttpsBus(mbus(port), agent.handle, tmp_path, bounds=https.CallerLimits(retry=0.05))
@@ -557,7 +541,7 @@ async def test_new_https_certificate_applies_to_new_connections_only(bus: HttpsB
         await AgentClient(port, trusting(authority().ca)).value("ping")
 
 
-async def test_invalid_new_https_certificate_or_address_is_rejected_and_the_old_one_kept(bus: HttpsBus) -> None:
+async def test_invalid_https_certificate_or_address_does_not_replace_the_current_one(bus: HttpsBus) -> None:
     before = bus.mbus
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
 
@@ -614,7 +598,6 @@ async def test_https_listen_error_names_the_address_without_its_password(
 async def test_endless_unauthenticated_https_request_is_not_kept_in_memory(
     bus: HttpsBus, begin: bytes, again: bytes
 ) -> None:
-    """The client sends data without reading any answers. The server closes the connection or stops reading from it."""
     taken, most = 0, 32_000_000
     async with AgentClient(bus.port).connected() as (_, writer):
         writer.write(begin)

@@ -1,5 +1,5 @@
-"""A real, idle agent with five jobs: which modules it imports, how much memory it uses compared with a bare
-interpreter, and how often its event loop wakes up.
+"""A real, idle agent with five jobs: its imported modules, its memory compared with a bare interpreter, and how often
+its event loop wakes up.
 """
 
 from __future__ import annotations
@@ -48,20 +48,17 @@ ABSENT: Final = {
 or rare requests need them.
 """
 MEMORY: Final = 2.5
-"""The highest allowed memory, as a multiple of a bare interpreter's. It was 2.2 when this was written.
+"""The highest allowed memory, as a multiple of a bare interpreter's.
 
-It rises when the agent imports a library that it does not need while idle.
+Memory usage rises when the agent imports a library that it does not need while idle.
 """
 WAKES: Final = 10
-"""Highest allowed number of wake-ups in one window.
-
-It was 6 when this was written, 9 with a timer for bus pings, and 20 with heartbeats every two seconds.
-"""
+"""Highest allowed number of wake-ups in one window."""
 WINDOW_S: Final = 10.0
 WINDOWS: Final = 4
 """Number of windows in which wake-ups are counted.
 
-The lowest count is compared with the limit, because heartbeats and delays of the machine affect only some of the
+The lowest count is compared with the limit, because heartbeats and delays caused by the machine affect only some of the
 windows, whereas polling would affect all of them.
 """
 
@@ -88,7 +85,8 @@ threading.Thread(target=tell, daemon=True).start()
 from agent_shim.cli.main import main
 sys.exit(main(argv))
 """
-"""A program that runs the daemon with a thread that reports wake-ups and modules whenever the test reads from the pipe.
+"""A program that runs the daemon with a thread that reports wake-ups and modules whenever the test reads from the
+pipe.
 """
 
 
@@ -142,6 +140,8 @@ async def test_idle_agent_wakes_rarely_and_imports_few_modules(tmp_path: Path, m
 
 
 def _own(pid: int) -> int:
-    """Return the process's anonymous memory in kB. Pages of files, which other interpreters share, are left out."""
+    """Return the process's anonymous memory in kB. File-backed pages are left out, because other interpreters share
+    them.
+    """
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:"))

@@ -1,6 +1,4 @@
-"""An agent in a new container starts the jobs of the previous container without being asked to, or reports why it
-cannot.
-"""
+"""An agent in a new container starts the previous container's jobs without a request, or reports why it cannot."""
 
 from __future__ import annotations
 
@@ -99,7 +97,7 @@ async def until_said(instance: RunningAgent, text: str) -> None:
 
 
 async def snapshot(tree: Path) -> dict[str, int]:
-    """Wait until the files below a directory no longer change. Return the modification time of each file."""
+    """Wait until the files under a directory no longer change. Return each file's modification time."""
     found: dict[str, int] = {}
     async with asyncio.timeout(TIMEOUT_S):
         while (now := {str(path): path.lstat().st_mtime_ns for path in tree.rglob("*")}) != found:
@@ -115,9 +113,6 @@ async def status(instance: RunningAgent) -> dict[str, Any]:
 
 
 async def test_started_jobs_run_again_in_a_new_container_after_pre_start(instance: RunningAgent) -> None:
-    """The agent also restores links, files and run directories. It reports the same state to the Director as in the
-    previous container.
-    """
     await instance.start_agent()
     files_of = {"job-web": job(instance, "job-web", "sleep 0.2"), "job-worker": job(instance, "job-worker", "true")}
     await deploy(instance, files_of)
@@ -161,9 +156,7 @@ async def test_started_jobs_run_again_in_a_new_container_after_pre_start(instanc
 async def test_stopped_jobs_stay_stopped_in_a_new_container_until_started(
     instance: RunningAgent, was_started: bool
 ) -> None:
-    """Pre-start does not run, because a Director runs pre-start itself before it starts jobs.
-
-    A start request is stored before it is answered, so it takes effect even if the container ends immediately
+    """A start request is stored before it is answered, so it takes effect even if the container exits immediately
     afterwards.
     """
     await instance.start_agent()
@@ -187,7 +180,6 @@ async def test_stopped_jobs_stay_stopped_in_a_new_container_until_started(
 
 
 async def test_agent_that_was_shut_down_starts_no_jobs(instance: RunningAgent) -> None:
-    """The shutdown is also recorded on the data volume, so that a new container starts no jobs either."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     await instance.director.value(AGENT, "shutdown")
@@ -204,10 +196,8 @@ async def test_agent_that_was_shut_down_starts_no_jobs(instance: RunningAgent) -
 
 
 async def test_failed_pre_start_is_retried_until_the_director_starts_the_jobs(instance: RunningAgent) -> None:
-    """In the meantime the instance is failing, a warning contains the reason, and no job runs.
-
-    The Director's own start does not require a successful pre-start by the agent, because the Director runs pre-start
-    first.
+    """The Director runs pre-start before it starts the jobs, so its start request succeeds even if the agent's own
+    pre-start run has failed.
     """
     allowed = instance.base / "data/allowed"
     await instance.start_agent()
@@ -240,10 +230,7 @@ async def test_failed_pre_start_is_retried_until_the_director_starts_the_jobs(in
 
 
 async def test_hanging_pre_start_is_rerun_by_the_next_agent_and_killed_by_a_stop(instance: RunningAgent) -> None:
-    """After a restart, the agent runs the script again, because the first run may have been incomplete.
-
-    A stop request does not wait for the script but kills it.
-    """
+    """The next agent must not assume that the first run was complete."""
     hanging, seen = instance.base / "data/hanging", instance.base / "data/seen"
     await instance.start_agent()
     hang = f"echo $$ >{hanging}; test -e {seen} || exec sleep 1000"
@@ -277,9 +264,7 @@ async def test_hanging_pre_start_is_rerun_by_the_next_agent_and_killed_by_a_stop
 
 @pytest.mark.parametrize("what", ["jobs/job-web", "packages/tool"])
 async def test_missing_job_files_are_reported_and_a_start_is_refused(instance: RunningAgent, what: str) -> None:
-    """The files may be missing because they were on a file system in memory. The Director's next deployment installs
-    them again.
-    """
+    """The files may have been on an in-memory file system. The Director's next deployment installs them again."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     await end_container(instance)
@@ -298,10 +283,7 @@ async def test_missing_job_files_are_reported_and_a_start_is_refused(instance: R
     await deploy(instance, {"job-web": job(instance, "job-web")})
 
 
-async def test_new_container_of_another_agent_starts_empty(instance: RunningAgent) -> None:
-    """The jobs on the volume belong to another agent, so they are neither started nor reported, but their files are
-    kept.
-    """
+async def test_agent_ignores_jobs_that_another_agent_left_on_the_volume(instance: RunningAgent) -> None:
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     await end_container(instance)
@@ -318,7 +300,7 @@ async def test_new_container_of_another_agent_starts_empty(instance: RunningAgen
     assert (instance.base / "data/bosh/set_aside/somebody-else/spec.json").exists()
 
 
-async def test_jobs_without_processes_are_running_after_recovery(instance: RunningAgent) -> None:
+async def test_jobs_without_processes_are_reported_as_running_after_recovery(instance: RunningAgent) -> None:
     """An empty monit file means that nothing has to be started."""
     await instance.start_agent()
     await deploy(instance, {"job-web": {"monit": "", "bin/x": "x"}})
@@ -330,8 +312,8 @@ async def test_jobs_without_processes_are_running_after_recovery(instance: Runni
 
 
 async def test_lost_supervisor_state_is_rebuilt_from_the_spec(instance: RunningAgent) -> None:
-    """Without its state file, the supervisor would not know the job, and the agent would report "running" although no
-    process exists.
+    """Without its state file, the supervisor would not know the job, and the agent would report "running" even though
+    no process exists.
     """
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
@@ -346,7 +328,7 @@ async def test_lost_supervisor_state_is_rebuilt_from_the_spec(instance: RunningA
     assert list(instance.pids()) == ["job-web"]
 
 
-async def test_second_agent_on_the_volume_waits_until_the_first_ends(instance: RunningAgent) -> None:
+async def test_second_agent_on_the_volume_waits_until_the_first_exits(instance: RunningAgent) -> None:
     """If a pod is recreated while its predecessor is still running, both agents share the volume."""
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
@@ -375,9 +357,9 @@ async def test_second_agent_on_the_volume_waits_until_the_first_ends(instance: R
 
 
 @pytest.mark.slow
-async def test_agent_that_lost_its_volume_ends_its_jobs_and_disconnects(instance: RunningAgent) -> None:
-    """If an agent seems dead, for example because it was suspended for a minute, another agent may take over the
-    volume. The first agent must not write to the volume any more.
+async def test_agent_that_lost_its_volume_kills_its_jobs_and_disconnects(instance: RunningAgent) -> None:
+    """If an agent was suspended for a minute, another agent may have taken over the volume. The first agent must not
+    write to it any more.
     """
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
@@ -416,8 +398,7 @@ def with_more(document: Any) -> Any:
     return [with_more(member) for member in document] if isinstance(document, list) else document
 
 
-async def test_agent_of_another_version_adopts_all_processes(instance: RunningAgent) -> None:
-    """The state files were written by another version. Members that this version does not know are ignored."""
+async def test_another_agent_version_adopts_all_processes(instance: RunningAgent) -> None:
     await instance.start_agent()
     await deploy(instance, {"web": job(instance, "web"), "db": job(instance, "db")})
     before = instance.pids()

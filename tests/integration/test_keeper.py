@@ -36,7 +36,7 @@ OPTIONS = """
 const char *__asan_default_options(void) { return "detect_leaks=0:log_path=%s"; }
 const char *__ubsan_default_options(void) { return "log_path=%s"; }
 """
-"""C source that sets options of the sanitizers.
+"""C source that sets sanitizer options.
 
 The options are compiled in, because a keeper has no environment variables. Reports go to files, because its stderr
 belongs to the program. Leak detection is off, because it would need ptrace.
@@ -45,8 +45,9 @@ belongs to the program. Leak detection is off, because it would need ptrace.
 
 @pytest.fixture(scope="session")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a keeper with sanitizers, and return its path. The keeper reports undefined behaviour and invalid memory
-    accesses in files next to it.
+    """Build a keeper with sanitizers, and return its path.
+
+    The keeper reports undefined behaviour and invalid memory accesses in files next to it.
     """
     directory = tmp_path_factory.mktemp("sanitized")
     (directory / "options.c").write_text(OPTIONS.replace("%s", str(directory / "finding")))
@@ -87,7 +88,7 @@ def shell(script: str) -> Program:
 
 
 async def until_below(kept: Keeper, count: int) -> list[proc.Stat]:
-    """Wait until this many processes run below the keeper. Return them."""
+    """Wait until the keeper has this many descendants. Return them."""
     while len(found := kept.processes()) != count:
         await asyncio.sleep(0.01)
     return found
@@ -98,8 +99,7 @@ async def end(kept: Keeper) -> None:
     kept.release()
 
 
-async def test_hidden_daemon_is_ended_with_its_keeper(sockets: Path) -> None:
-    """The daemon has its own session and no environment. When its parent exited, it became a child of the keeper."""
+async def test_keeper_kills_a_daemon_in_its_own_session_with_an_empty_environment(sockets: Path) -> None:
     kept = await keeper.start(sockets, "hidden", shell(HIDDEN))
     assert (await kept.wait()).status == 0
     (daemon,) = await until_below(kept, 1)
@@ -117,10 +117,9 @@ async def test_hidden_daemon_is_ended_with_its_keeper(sockets: Path) -> None:
     ("user", "group", "ids"),
     [("daemon", None, "1 0 0"), ("daemon", "sys", "1 3 3"), ("4711", "4712", "4711 4712 4712"), ("0", None, "0 0 0")],
 )
-async def test_keeper_runs_its_program_with_the_uid_and_group_that_are_requested(
+async def test_keeper_runs_its_program_as_the_requested_user_and_group(
     sockets: Path, tmp_path: Path, user: str, group: str | None, ids: str
 ) -> None:
-    """User and group may be names or numbers. The program gets none of the agent's supplementary groups."""
     program = msgspec.structs.replace(shell("echo $(id -u) $(id -g) $(id -G)"), user=keeper.user(user, group))
     before = os.getgroups()
     os.setgroups([4, 27])
@@ -138,7 +137,7 @@ async def test_keeper_runs_its_program_with_the_uid_and_group_that_are_requested
 @pytest.mark.root
 @pytest.mark.parametrize("number", ["4294967295", "4294967296"])
 async def test_programs_do_not_run_as_root_if_their_user_or_group_is_out_of_range(sockets: Path, number: str) -> None:
-    """The kernel takes 4294967295 (-1) as "keep the current user", and 4294967296 would be truncated to 0."""
+    """The kernel interprets 4294967295 (-1) as "keep the current user", and 4294967296 would be truncated to 0."""
     for user, step in (keeper.User(uid=int(number)), "its user"), (keeper.User(gid=int(number)), "its group"):
         with pytest.raises(HostError, match=f"cannot run /bin/true: {step}: Invalid argument"):
             await keeper.start(sockets, "web", Program(["/bin/true"], {}, user=user))
@@ -173,8 +172,8 @@ async def test_keeper_kills_processes_that_ignore_sigterm(sockets: Path) -> None
 
 @pytest.mark.attack("a job makes its keeper its tracer (PTRACE_TRACEME), so that it cannot be stopped")
 async def test_program_that_is_traced_by_its_keeper_counts_as_running_until_it_is_killed(sockets: Path) -> None:
-    """A program needs no privileges to make its parent its tracer. The keeper then also gets a status whenever a signal
-    stops the program.
+    """A program needs no privileges to make its parent its tracer. If it does this, the keeper also gets a status
+    whenever a signal stops the program.
     """
     script = "import ctypes, signal; print(ctypes.CDLL(None).ptrace(0, 0, 0, 0)); signal.raise_signal(signal.SIGUSR1)"
     kept = await keeper.start(sockets, "traced", Program([sys.executable, "-c", script], {}))
@@ -254,8 +253,8 @@ async def test_keeper_does_not_report_the_exit_of_an_earlier_process_with_the_sa
     await end(kept)
 
 
-async def test_exit_statuses_of_processes_that_exit_together_are_all_known(sockets: Path, tmp_path: Path) -> None:
-    """For example, several services use daemons that the same script of their job has started."""
+async def test_exit_statuses_of_processes_that_exit_together_are_reported(sockets: Path, tmp_path: Path) -> None:
+    """One job script may start the daemons of several services, and then they all have the same keeper."""
     go = tmp_path / "go"
     daemon = f"while [ ! -e {go} ]; do sleep 0.01; done; exit $0"
     kept = await keeper.start(sockets, "together", shell(f"for code in 3 4 5; do sh -c '{daemon}' $code & done"))
@@ -269,7 +268,7 @@ async def test_exit_statuses_of_processes_that_exit_together_are_all_known(socke
     kept.release()
 
 
-async def test_exit_status_is_known_if_the_keeper_is_released_as_soon_as_it_has_reported_it(sockets: Path) -> None:
+async def test_exit_status_is_known_if_the_keeper_is_released_right_after_reporting_it(sockets: Path) -> None:
     kept = await keeper.start(sockets, "released", shell("exec sleep 1000"))
     program = proc.stat(kept.state.program)
     assert program is not None
@@ -307,9 +306,6 @@ async def test_failed_keeper_start_names_the_step(sockets: Path, program: Progra
 
 
 async def test_keeper_starts_a_program_with_the_requested_context(sockets: Path, tmp_path: Path) -> None:
-    """The program gets the requested arguments, environment, working directory, descriptors, signal handling, limits
-    and session. It inherits nothing else from the keeper.
-    """
     shown = tmp_path / "shown"
     script = (
         "import os, resource, signal, sys\n"
@@ -330,7 +326,7 @@ async def test_keeper_starts_a_program_with_the_requested_context(sockets: Path,
     await end(kept)
 
 
-async def test_keeper_can_be_ended_when_no_thread_can_be_started(
+async def test_keeper_can_be_stopped_when_no_thread_can_be_started(
     sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stop must work even if jobs have used up the container's process limit."""
@@ -357,7 +353,7 @@ async def test_keeper_label_may_contain_any_bytes(sockets: Path) -> None:
 
 
 async def test_failed_keeper_leaves_no_socket(sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next agent would take a remaining socket for that of a killed keeper."""
+    """The next agent would assume that a remaining socket belongs to a killed keeper."""
     failing = tmp_path / "keeper"
     failing.write_text("#!/bin/sh\nexit 24\n")
     failing.chmod(0o755)
@@ -407,8 +403,8 @@ async def test_keeper_is_released_even_if_abandoning_it_is_cancelled(sockets: Pa
 
 
 async def test_kill_succeeds_if_the_keeper_is_released_before_it_answers(sockets: Path) -> None:
-    """The last descendant may exit while the kill request is in progress. The supervisor then releases the keeper
-    before it answers.
+    """If the last descendant exits while the kill request is in progress, the supervisor releases the keeper before the
+    keeper answers.
     """
     kept = await keeper.start(sockets, "gone", shell("exec sleep 1000"))
     kept.on_change = lambda: kept.release() if kept.state.is_childless else None
@@ -459,7 +455,7 @@ async def test_keeper_with_children_ignores_signals(sockets: Path, sig: signal.S
     await end(kept)
 
 
-async def test_keeper_records_exits_although_its_parent_ignores_sigchld(sockets: Path) -> None:
+async def test_keeper_records_exits_even_if_its_parent_ignores_sigchld(sockets: Path) -> None:
     """If the keeper ignored the signal too, the kernel would reap its children and reuse their pids."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
@@ -472,7 +468,7 @@ async def test_keeper_records_exits_although_its_parent_ignores_sigchld(sockets:
     await end(kept)
 
 
-async def test_keeper_without_children_exits_at_sigterm(sockets: Path) -> None:
+async def test_keeper_without_children_exits_on_sigterm(sockets: Path) -> None:
     """A keeper gets SIGTERM when the machine shuts down, so no further agent will connect to it."""
     kept = await keeper.start(sockets, "shutdown", shell("exit 0"))
     assert await kept.is_childless_within(60)
@@ -483,7 +479,7 @@ async def test_keeper_without_children_exits_at_sigterm(sockets: Path) -> None:
     assert not kept.is_lost
 
 
-async def test_last_report_of_a_keeper_arrives_if_it_has_not_read_all_requests(sockets: Path) -> None:
+async def test_keepers_last_report_arrives_even_if_it_has_unread_requests(sockets: Path) -> None:
     """The kernel resets a connection that is closed with unread requests."""
     kept = await keeper.start(sockets, "shutdown", shell("exec sleep 1000"))
     os.kill(kept.pid, signal.SIGSTOP)
@@ -501,8 +497,8 @@ async def test_last_report_of_a_keeper_arrives_if_it_has_not_read_all_requests(s
     assert (kept.state.is_childless, kept.is_lost) == (True, False)
 
 
-async def test_all_requests_of_an_agent_are_read_before_the_next_agent_is_served(sockets: Path) -> None:
-    """Otherwise, a release may be lost, so that the keeper never exits."""
+async def test_all_requests_from_an_agent_are_read_before_the_next_agent_is_served(sockets: Path) -> None:
+    """If the keeper skipped requests, a release request could be lost, and the keeper would never exit."""
     kept = await keeper.start(sockets, "next", shell("exit 0"))
     pid = kept.pid
     assert await kept.is_childless_within(60)
@@ -521,7 +517,7 @@ async def test_all_requests_of_an_agent_are_read_before_the_next_agent_is_served
 
 
 async def test_keeper_can_be_released_without_reading_its_answers(sockets: Path) -> None:
-    """Answers that nobody reads must not keep the keeper from processing the release, or it would never exit."""
+    """Unread answers must not keep the keeper from processing the release, or it would never exit."""
     kept = await keeper.start(sockets, "unread", shell("exit 0"))
     pid = kept.pid
     kept.close()
@@ -551,7 +547,7 @@ async def test_agent_that_never_reads_does_not_block_the_keeper(sockets: Path) -
 
 
 def mutated(content: bytes, chance: random.Random) -> bytes:
-    """Return a copy in which some bytes are changed, removed, repeated or inserted."""
+    """Return a copy of ``content`` in which some bytes are changed, removed, repeated or inserted."""
     made = bytearray(content)
     for _ in range(chance.randint(1, 4)):
         start = chance.randrange(len(made) + 1)
@@ -566,10 +562,7 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
 async def test_damaged_specs_and_requests_do_not_break_the_keeper(
     sockets: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The keeper still answers, and exits on request.
-
-    Only the agent writes specs and requests, so this protects against bugs in the agent, not against attacks.
-    """
+    """Only the agent writes specs and requests, so this protects against bugs in the agent, not against attacks."""
     chance = random.Random(seed)
     program = Program(["/bin/true", "a"], {"A": "b"}, nice=1, limits={resource.RLIMIT_CORE: (0, 0)})
     requests = [b"watch 1 99 0", b"state", b"watch 16 -5 7", b"kill"]

@@ -29,10 +29,8 @@ def keeper_of(supervisor: Supervisor) -> int:
     return kept.pid
 
 
-async def test_service_and_its_stop_fail_after_its_keeper_was_killed(world: JobTree) -> None:
-    """The reason names the processes that may belong to the service. Once these processes have exited, the stop
-    succeeds.
-    """
+async def test_service_fails_and_cannot_be_stopped_while_its_killed_keepers_processes_remain(world: JobTree) -> None:
+    """Once the processes that may belong to the service have exited, the stop must succeed."""
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     async with world.supervising(job) as supervisor:
@@ -60,7 +58,7 @@ async def test_service_and_its_stop_fail_after_its_keeper_was_killed(world: JobT
 async def test_next_agent_detects_a_killed_keeper(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, set_back_s: int
 ) -> None:
-    """The agent must notice that the keeper was killed, even if the machine's clock has been set back."""
+    """The machine's clock may have been set back in the meantime."""
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     with reaper.reaping():
@@ -80,7 +78,7 @@ async def test_next_agent_detects_a_killed_keeper(
             kill(hidden)
 
 
-async def test_killed_keeper_of_a_service_without_other_processes_does_not_fail_its_stop(world: JobTree) -> None:
+async def test_service_without_child_processes_can_be_stopped_after_its_keeper_was_killed(world: JobTree) -> None:
     async with world.supervising(world.job("web")) as supervisor:
         pid = (await in_state(supervisor, "web", "running")).pid
         os.kill(keeper_of(supervisor), signal.SIGKILL)
@@ -91,10 +89,8 @@ async def test_killed_keeper_of_a_service_without_other_processes_does_not_fail_
         assert (info(supervisor, "web").state, is_alive(pid)) == ("stopped", False)
 
 
-async def test_agent_reconnects_to_a_keeper_after_another_client_has_replaced_it(world: JobTree) -> None:
-    """A keeper serves only the client that connected last, and any process of root can connect to its socket. If one
-    does, the agent must connect again.
-    """
+async def test_agent_reconnects_to_a_keeper_that_has_accepted_another_client(world: JobTree) -> None:
+    """A keeper serves only the client that connected last, and any root process can connect to its socket."""
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     async with world.supervising(job) as supervisor:
@@ -111,7 +107,7 @@ async def test_agent_reconnects_to_a_keeper_after_another_client_has_replaced_it
 async def test_stop_fails_while_another_client_repeatedly_replaces_the_agent_at_a_keeper(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The stop must not succeed while the keeper has living processes, and the agent must not reconnect forever."""
+    """The agent must not reconnect forever."""
     monkeypatch.setattr(keeper, "RECONNECT_PAUSE_S", 3600)
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
@@ -128,7 +124,7 @@ async def test_stop_fails_while_another_client_repeatedly_replaces_the_agent_at_
         assert is_alive(hidden)
 
 
-async def test_next_agent_learns_the_exit_status_of_a_process_that_exited_without_an_agent(world: JobTree) -> None:
+async def test_next_agent_learns_the_status_of_a_process_that_exited_while_no_agent_ran(world: JobTree) -> None:
     with reaper.reaping():
         async with world.supervisor() as supervisor:
             await supervisor.configure([world.job("web", None, None)])
@@ -167,7 +163,7 @@ async def test_next_agent_does_not_mistake_itself_for_an_orphan(
             await supervisor.stop(wait=True)
 
 
-async def test_stop_fails_while_a_process_of_a_keeper_killed_during_the_start_remains(
+async def test_stop_fails_while_processes_of_a_keeper_killed_during_the_start_remain(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = world.base / "keeper"
@@ -185,10 +181,12 @@ async def test_stop_fails_while_a_process_of_a_keeper_killed_during_the_start_re
         kill(child)
 
 
-async def test_stop_fails_while_a_keeper_start_hangs_and_the_start_is_not_retried(
+async def test_hanging_keeper_start_fails_the_stop_and_is_not_retried(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the file server with the keeper program does not respond, the keeper may still start once it is back."""
+    """If the file server with the keeper program does not respond, the keeper may still start once the server is
+    back.
+    """
     hanging = world.base / "keeper"
     hanging.write_text(f"#!/bin/sh\necho $$ >>{world.log}\nexec sleep 600\n")
     hanging.chmod(0o755)
@@ -207,8 +205,7 @@ async def test_stop_fails_while_a_keeper_start_hangs_and_the_start_is_not_retrie
             await supervisor.stop(wait=True)
 
 
-async def test_stop_fails_while_a_keeper_of_an_earlier_agent_cannot_be_reached(world: JobTree) -> None:
-    """The error names the keeper, because processes of the service may still run below it."""
+async def test_stop_fails_while_an_earlier_agents_keeper_cannot_be_reached(world: JobTree) -> None:
     (world.base / "files.json").write_bytes(msgspec.json.encode([world.job("web")]))
     command = [sys.executable, "-m", "tests.support.programs.agent", str(world.base)]
     env = {"TEST_OF": str(world.base), "PATH": os.environ["PATH"]}
@@ -221,8 +218,8 @@ async def test_stop_fails_while_a_keeper_of_an_earlier_agent_cannot_be_reached(w
         (kept,) = keeper.living(world.paths.keepers)
         (path,) = world.paths.keepers.iterdir()
         hidden = path.rename(world.base / "hidden")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wrong:  # a wrong type, so connecting fails
-            with contextlib.chdir(path.parent):  # the whole path may be too long for a socket
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wrong:  # Keepers use another socket type.
+            with contextlib.chdir(path.parent):  # The absolute path may be too long.
                 wrong.bind(path.name)
             async with world.supervisor() as supervisor:
                 await supervisor.recover()

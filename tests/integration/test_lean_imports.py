@@ -1,4 +1,4 @@
-"""Modules that take much memory or time to import are imported only when they are needed."""
+"""Modules that need a lot of memory or time to import are imported only when they are used."""
 
 from __future__ import annotations
 
@@ -23,9 +23,6 @@ print(len(reads), ssl.create_default_context().verify_mode.name, len(reads))
 
 @pytest.mark.parametrize("module", ["agent_shim.bulk.transfer", "agent_shim.edges.bus.https"])
 def test_ca_certificates_are_loaded_at_first_use(module: str) -> None:
-    """Importing aiohttp must not load the system's CA certificates. A default TLS context that is created later loads
-    them and verifies servers as usual.
-    """
     program = _WATCHED.format(module=module)
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
 
@@ -82,7 +79,6 @@ print(before, library.white(), "colorsys" in sys.modules)
     ids=["after the import", "by the import"],
 )
 def test_lazily_imported_module_is_imported_when_it_is_used(tmp_path: Path, text: str) -> None:
-    """A newer version of the importing library may use the module during its own import. This must work as well."""
     script = _STAND_IN.format(base=tmp_path, text=text)
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
 

@@ -32,10 +32,8 @@ def test_log_line_is_written_once_under_svlogd(tmp_path: Path, holder: str) -> N
 
 
 @pytest.mark.parametrize("end", ["return", "raise ValueError", "sys.exit(3)"])
-def test_last_request_is_logged_however_the_process_ends(tmp_path: Path, end: str) -> None:
-    """Log lines are normally written in the next iteration of the event loop. When the process exits in these ways,
-    there is no next iteration.
-    """
+def test_last_request_is_logged_however_the_process_exits(tmp_path: Path, end: str) -> None:
+    """Log lines are normally written in the next event loop iteration, but there is none after these exits."""
     code = (
         "import asyncio, logging, sys; from pathlib import Path; from agent_shim.core import log\n"
         "log.setup(file=Path(sys.argv[1], 'current'))\n"

@@ -63,7 +63,7 @@ async def test_loop_guard_reports_a_blocked_loop_with_its_stack(guard: Path, tmp
 
 
 async def test_loop_guard_ignores_a_busy_machine(guard: Path) -> None:
-    """The guard does not report a loop that waits for the CPU or for another thread that holds the GIL."""
+    """The loop may be waiting for the CPU or for another thread that holds the GIL."""
     spin_for_ever = [sys.executable, "-c", "while True: pass"]
     # Start the children in threads, because Popen waits for exec, which would block the loop on a busy machine.
     children = [await asyncio.to_thread(subprocess.Popen, spin_for_ever) for _ in range(4)]
@@ -90,8 +90,8 @@ async def test_loop_guard_ignores_a_busy_machine(guard: Path) -> None:
 
 
 async def test_loop_guard_does_not_add_program_start_time_to_a_wait_for_the_gil(guard: Path) -> None:
-    """The guard does not count the time in which a program starts. It must not count this time as part of a following
-    wait for the GIL either.
+    """The guard ignores the time that it takes to start a program, so it must not count this time as part of the
+    following wait either.
     """
 
     def start_and_wait() -> None:

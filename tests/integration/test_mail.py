@@ -1,4 +1,4 @@
-"""Sending mail to servers that misbehave. Normal delivery is tested in test_monit_daemon.py."""
+"""Sending email to servers that misbehave. Normal delivery is tested in test_monit_daemon.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agent_shim.supervisor.monit.control_file import Control
 
 
 async def test_mail_to_a_server_with_an_endless_greeting_is_abandoned() -> None:
-    """Each byte of the greeting arrives before the timeout of a single read, so the whole SMTP dialogue needs a time
+    """Each byte of the greeting arrives before the timeout for a single read, so the whole SMTP dialogue needs a time
     limit as well.
     """
 

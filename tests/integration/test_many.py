@@ -27,7 +27,6 @@ def are_up(w: RunningAgent, starts: int) -> bool:
 
 
 async def test_many_killed_services_restart_and_are_adopted_by_the_next_agent() -> None:
-    """Each service is restarted exactly once, and not again when the agent is killed and restarted."""
     async with world(COMMAND) as w:
         await w.start_agent()
         await w.director.run(AGENT, "apply", w.spec(JOBS, 0))

@@ -1,5 +1,5 @@
-"""The HTTP server for metrics and probes over real sockets, with clients that behave normally and clients that are
-slow, faulty or numerous.
+"""Tests the HTTP server for metrics and probes over real sockets, with well-behaved clients, slow or misbehaving
+clients, and too many clients at once.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ async def test_metrics_are_compressed_for_a_scraper_that_accepts_gzip(
 
 
 async def test_landing_page_has_links_and_a_list_of_processes(readiness: Readiness) -> None:
-    """Job names are escaped, the page contains no script, and no output of a job is shown."""
     process = ProcessInfo("<b>web</b>", "running", 3, 20480)
     service = ServiceInfo(process, "web", "process", (), "running", 7, 2, "", "secret words of the job")
     instance = {"deployment": "shop", "group": "front", "index": "0", "id": "i-1", "az": "z1"}
@@ -118,11 +117,6 @@ async def test_metrics_are_served_as_openmetrics_on_request(where: Where) -> Non
 
 
 async def test_health_and_readiness_endpoints_give_the_reason(where: Where, readiness: Readiness) -> None:
-    """If the agent has not reached the requested level, the answer is 503 with the reason. The liveness probe always
-    passes.
-
-    HEAD requests get the same headers as GET requests.
-    """
     readiness.answers["jobs"] = (False, "web is failing")
 
     _, head, body = await get(where, "/healthz", method="HEAD")
@@ -151,7 +145,6 @@ async def test_health_and_readiness_endpoints_give_the_reason(where: Where, read
     ],
 )
 async def test_unknown_metrics_path_or_method_is_rejected(where: Where, request_line: str, status: int) -> None:
-    """The client gets a complete response, and the server answers the next request."""
     answer = await ask(where, f"{request_line}\r\n\r\n".encode())
 
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
@@ -159,7 +152,7 @@ async def test_unknown_metrics_path_or_method_is_rejected(where: Where, request_
 
 
 async def test_client_that_sends_a_body_to_metrics_receives_the_whole_error(where: Where) -> None:
-    """If the server closed the connection while the body is still arriving, the kernel would reset the connection and
+    """If the server closed the connection while the body was still arriving, the kernel would reset the connection and
     discard the error.
     """
     reader, writer = await asyncio.open_connection(*where)
@@ -178,13 +171,12 @@ async def test_client_that_sends_a_body_to_metrics_receives_the_whole_error(wher
 
 @pytest.mark.parametrize("filler", [b"X: " + b"y" * 9000, b"X: y\r\n" * 2000])
 async def test_oversized_metrics_request_headers_are_rejected(where: Where, filler: bytes) -> None:
-    """When the headers exceed 8 KiB, the server answers without waiting for the rest of them."""
     answer = await ask(where, b"GET /metrics HTTP/1.1\r\n" + filler)
 
     assert answer.startswith(b"HTTP/1.1 431 ")
 
 
-async def test_metrics_client_that_closes_its_sending_half_gets_its_answer(where: Where) -> None:
+async def test_metrics_client_that_closes_its_sending_half_gets_a_response(where: Where) -> None:
     reader, writer = await asyncio.open_connection(*where)
     writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
     writer.write_eof()
@@ -194,12 +186,8 @@ async def test_metrics_client_that_closes_its_sending_half_gets_its_answer(where
     assert answer.endswith(b"ok\n")
 
 
-@pytest.mark.attack("a neighbour holds the connections of an open port")
+@pytest.mark.attack("a neighbour occupies all connections of an open port")
 async def test_slow_metrics_client_is_disconnected(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time limit applies to the whole request, so sending single bytes does not extend it.
-
-    Other clients are served in the meantime.
-    """
     monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection(*where)
     dropped = asyncio.create_task(reader.read())
@@ -225,9 +213,8 @@ async def keep_sending(writer: asyncio.StreamWriter, piece: bytes, pause: float)
             await asyncio.sleep(pause)
 
 
-@pytest.mark.attack("a neighbour holds the connections of an open port")
+@pytest.mark.attack("a neighbour occupies all connections of an open port")
 async def test_metrics_client_that_never_closes_is_disconnected(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server gives up on a client that keeps its connection open after the response."""
     monkeypatch.setattr(http_server, "ANSWER_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection(*where)
     writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
@@ -238,9 +225,8 @@ async def test_metrics_client_that_never_closes_is_disconnected(where: Where, mo
     writer.close()
 
 
-@pytest.mark.attack("a neighbour holds the connections of an open port")
+@pytest.mark.attack("a neighbour occupies all connections of an open port")
 async def test_idle_metrics_connections_do_not_starve_a_probe(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If silent clients use all connections, the oldest one is closed so that a probe is answered immediately."""
     monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 600.0)
     idle = [await asyncio.open_connection(*where) for _ in range(http_server.MAX_CONNECTIONS + 10)]
     try:
@@ -254,8 +240,9 @@ async def test_idle_metrics_connections_do_not_starve_a_probe(where: Where, monk
 
 
 @pytest.mark.attack("a job listens on the port for metrics or sshd")
-async def test_agent_runs_without_its_metrics_port_if_it_is_in_use_or_off(caplog: pytest.LogCaptureFixture) -> None:
-    """A port that is in use is logged as an error that names the address, and the agent continues without it."""
+async def test_agent_runs_without_a_metrics_port_if_the_port_is_in_use_or_disabled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         for wanted in (address, "off"):
@@ -286,7 +273,6 @@ async def test_metrics_server_frees_its_port_and_connections_at_exit() -> None:
 
 
 async def test_event_loop_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the event loop is blocked once, the histogram gets one value above 0.25 s."""
     monkeypatch.setattr(metrics, "LAG_PERIOD_S", 0.01)
     made = Metrics(Readings)
     watch = asyncio.create_task(made.watch_lag())
@@ -307,7 +293,7 @@ async def test_event_loop_lag_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
     assert counts["+Inf"] - counts["0.25"] == 1
 
 
-async def test_metrics_handler_that_never_answers_ends_only_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_http_handler_that_never_answers_affects_only_its_own_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "ANSWER_TIMEOUT_S", 0.2)
 
     async def late(_request: http_server.HttpRequest) -> http_server.HttpResponse:

@@ -61,9 +61,7 @@ async def test_monit_command_stops_starts_and_restarts_named_services(instance: 
 async def test_monit_command_unmonitors_and_monitors_groups_and_all_services(
     instance: RunningAgent,
 ) -> None:
-    """``monit quit`` prints the same text as monit, but only unmonitors the services. The processes and the agent keep
-    running.
-    """
+    """``monit quit`` prints the same text as the original command, but only unmonitors the services."""
     assert (await monit(instance, "unmonitor -g nobody")) == (0, "")
     await until_summary(instance, "'job0'.* running$", "'job1'.* running$")
 

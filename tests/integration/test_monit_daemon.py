@@ -49,7 +49,7 @@ class MonitTree:
         self.out = base / "out"
 
     def add(self, *names: str, start: str | None = None) -> None:
-        """Write job files with the numbered names that the Go agent uses. The last job gets the number 0000."""
+        """Write job files with the numbered names that the Go agent uses. The last job gets number 0000."""
         for number, name in enumerate(reversed(names)):
             file = self.world.job(name, start or "echo $$ >$pidfile; echo $$ >>$log; exec sleep 600")
             (self.base / f"monit/job/{number:04}_{name}.monitrc").write_text(file.text)
@@ -64,7 +64,7 @@ class MonitTree:
         return await self.daemon.wait() or 0
 
     async def call(self, target: str, body: str = "", user: str = USER) -> tuple[int, str]:
-        """Return status and body of a GET request, or of a POST request if there is a body.
+        """Return the status and body of the response to a GET request, or to a POST request if there is a body.
 
         The status is 0 if no daemon answers.
         """
@@ -84,7 +84,7 @@ class MonitTree:
     async def act(self, name: str, action: str, user: str = USER) -> int:
         """Request an action and return the HTTP status.
 
-        The request is retried if its connection breaks, which happens on a busy machine.
+        The request is retried if its connection breaks, which can happen on a busy machine.
         """
 
         async def answered() -> int | None:
@@ -97,7 +97,7 @@ class MonitTree:
         return ET.fromstring(text.encode("latin-1")) if code == 200 else None  # noqa: S314 - written by our daemon
 
     async def states(self) -> dict[str, str]:
-        """Return the states that the Go agent would read for the services of the group ``vcap``
+        """Return the states that the Go agent would read for the services in the ``vcap`` group
         (jobsupervisor/monit/status.go).
         """
         found = await self.document()
@@ -158,7 +158,7 @@ async def vm(tmp_path: Path) -> AsyncIterator[MonitTree]:
 
 @contextlib.asynccontextmanager
 async def mail_server(port: int) -> AsyncIterator[list[list[str]]]:
-    """Run an SMTP server (RFC 5321). Yield a list to which it adds each mail as a list of lines."""
+    """Run an SMTP server (RFC 5321). Yield a list to which it adds each email as a list of lines."""
     mails: list[list[str]] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -188,7 +188,7 @@ async def mail_server(port: int) -> AsyncIterator[list[list[str]]]:
 
 
 def alert(mail: list[str]) -> dict[str, str]:
-    """Return the values that the Go agent reads from a mail (jobsupervisor/alert_envelope.go), by name."""
+    """Return the values that the Go agent reads from an email (jobsupervisor/alert_envelope.go), by name."""
     lines = [line.strip().partition(": ") for line in mail]
     wanted = ("Service", "Event", "Action", "Date", "Description", "Message-id")
     return {name: value for name, _, value in lines if name in wanted}
@@ -197,8 +197,7 @@ def alert(mail: list[str]) -> dict[str, str]:
 # --- lifecycle --------------------------------------------------------------------------------------------------------
 
 
-async def test_monit_daemon_starts_and_reports_the_jobs_of_its_files(vm: MonitTree) -> None:
-    """As with monit, services appear in the order of the manifest, and members of a group in reverse order."""
+async def test_monit_daemon_starts_and_reports_the_jobs_in_its_files(vm: MonitTree) -> None:
     vm.add("web", "worker", "db")
     vm.start()
     await vm.until(web="running", worker="running", db="running")
@@ -254,8 +253,7 @@ async def test_monit_daemon_restarts_a_dead_process_and_sends_mail(vm: MonitTree
     assert alert(mails[0])["Description"] == "Monit started"
 
 
-async def test_monit_daemon_queues_mail_over_a_restart(vm: MonitTree) -> None:
-    """Undelivered mail is kept in the directory of ``set eventqueue``, even if the daemon is killed."""
+async def test_monit_daemon_keeps_queued_mail_across_a_restart(vm: MonitTree) -> None:
     vm.add("web")
     vm.start()
     await vm.until(web="running")
@@ -297,10 +295,8 @@ async def test_monit_daemon_stops_and_starts_services_only_for_authorized_http_c
 
 @pytest.mark.parametrize("how", ["SIGHUP", "monit reload", "killed"])
 async def test_monit_daemon_reload_adds_new_jobs_and_forgets_removed_ones(vm: MonitTree, how: str) -> None:
-    """As under monit, the processes of a removed job keep running.
-
-    The incarnation increases with each reload, even with two reloads in the same second, because the Go agent waits for
-    an increase.
+    """As under monit, a removed job's processes keep running. The Go agent waits for an increased incarnation, so
+    two reloads in the same second must both increase it.
     """
     vm.add("web", "db")
     vm.start()
@@ -342,10 +338,7 @@ async def test_monit_daemon_exits_on_an_invalid_control_file_and_names_the_line(
 
 
 async def test_monit_daemon_survives_invalid_job_files_and_reloads(vm: MonitTree) -> None:
-    """monit would exit in this case, and then nothing would supervise the jobs.
-
-    If a reload finds an invalid control file, the previous one stays in effect.
-    """
+    """monit would exit in this case, and then nothing would supervise the jobs."""
     vm.add("web", "db")
     (vm.base / "monit/job/0000_db.monitrc").write_text("check process db\n  with pidfile nowhere\n")
     vm.start()
@@ -367,10 +360,6 @@ async def test_monit_daemon_survives_invalid_job_files_and_reloads(vm: MonitTree
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_next_monit_daemon_adopts_running_jobs(vm: MonitTree, number: signal.Signals) -> None:
-    """Stopped services stay stopped, even if the daemon is killed right after it has answered the stop request.
-
-    Processes that died in the meantime are started again.
-    """
     vm.add("web", "worker", "db")
     vm.start()
     await vm.until(web="running", worker="running", db="running")
@@ -389,9 +378,6 @@ async def test_next_monit_daemon_adopts_running_jobs(vm: MonitTree, number: sign
 
 
 async def test_monit_daemon_reads_and_writes_monits_state_file(vm: MonitTree) -> None:
-    """The daemon reads monit's state file (format: state.c) and does not start a service that monit 5.2.5 had
-    unmonitored. It stores its own changes in the same format.
-    """
     vm.add("web", "db")
     state, left = vm.base / "monit/monit.state", [(b"web", 0, 0, 0, 1, 0), (b"db", 0, 0, 0, 0, 0)]
     state.write_bytes(struct.pack("i", 2) + b"".join(monitrc.STATE.pack(*each) for each in left))
@@ -404,10 +390,8 @@ async def test_monit_daemon_reads_and_writes_monits_state_file(vm: MonitTree) ->
     await until(lambda: monitrc.monitored(vm.base / "monit/monit.state") == {"web": 0, "db": 1})
 
 
-async def test_monit_daemon_keeps_no_file_open_below_the_disks(vm: MonitTree) -> None:
-    """The Go agent's integration suite unmounts the disks before each case, and an open file of the daemon would
-    prevent that.
-    """
+async def test_monit_daemon_keeps_no_file_open_on_the_disks(vm: MonitTree) -> None:
+    """The Go agent's integration suite unmounts the disks before each test case. An open file would prevent this."""
     vm.add("web")
     vm.start()
     await vm.until(web="running")
@@ -422,7 +406,7 @@ async def test_monit_daemon_keeps_no_file_open_below_the_disks(vm: MonitTree) ->
     assert list((vm.base / "data/bosh").iterdir()) == []
 
 
-async def test_second_monit_daemon_exits_and_monit_quit_ends_the_first(vm: MonitTree) -> None:
+async def test_second_monit_daemon_exits_and_monit_quit_stops_the_first(vm: MonitTree) -> None:
     vm.add("web")
     vm.start()
     await vm.until(web="running")
@@ -442,9 +426,6 @@ async def test_second_monit_daemon_exits_and_monit_quit_ends_the_first(vm: Monit
 
 
 async def test_monit_daemon_runs_bpm_processes_with_the_bpm_option(vm: MonitTree) -> None:
-    """The daemon itself runs the processes that are configured in bpm.yml. When a drain script calls ``bpm``, this
-    command sends its request to the daemon.
-    """
     config = "processes:\n- name: web\n  executable: /bin/sleep\n  args: ['600']\n"
     made = jobs.of_bpm(Paths(vm.base), "web", config)
     (vm.base / "sys").symlink_to("data/sys")
@@ -495,7 +476,7 @@ async def test_monit_daemon_serves_status_summary_and_metrics(vm: MonitTree) -> 
 
 
 def test_monit_daemon_does_not_import_the_bus() -> None:
-    """The modules for the bus, actions, blobs and disks use much memory, and only an agent needs them."""
+    """The modules for the bus, actions, blobs and disks use a lot of memory, and only an agent needs them."""
     script = "import sys; import agent_shim.daemon.monit_daemon; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     ours = {name for name in loaded if name.startswith("agent_shim.services.")}

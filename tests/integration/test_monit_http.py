@@ -52,7 +52,7 @@ async def listening(world: JobTree, *files: JobFile) -> AsyncIterator[tuple[Supe
 async def call(
     where: Where, target: str, body: str = "", *, user: str = USER, headers: tuple[str, ...] = ()
 ) -> tuple[int, str]:
-    """Return status and body of a GET request, or of a POST request if there is a body."""
+    """Return the status and body of the response to a GET request, or to a POST request if there is a body."""
     reader, writer = await asyncio.open_connection(*where)
     lines = [f"{'POST' if body else 'GET'} {target} HTTP/1.1", "Host: localhost:2822", *headers]
     if user:
@@ -82,8 +82,8 @@ def number(element: ET.Element, path: str) -> int:
 # --- settings that the Go agent reads ---------------------------------------------------------------------------------
 
 
-async def test_monit_xml_of_a_running_service_is_readable_by_the_go_agent(world: JobTree) -> None:
-    """Elements, attributes and types are those that jobsupervisor/monit/status.go expects."""
+async def test_monit_xml_for_a_running_service_is_readable_by_the_go_agent(world: JobTree) -> None:
+    """The Go agent parses the XML in jobsupervisor/monit/status.go."""
     async with listening(world, world.job("web"), world.job("db")) as (supervisor, where):
         pid = (await in_state(supervisor, "web", "running")).pid
         await in_state(supervisor, "db", "running")
@@ -110,10 +110,6 @@ async def test_monit_xml_of_a_running_service_is_readable_by_the_go_agent(world:
 
 
 async def test_monit_xml_reports_file_fifo_and_host_checks_with_their_results(world: JobTree) -> None:
-    """A file that has changed is also reported in ``status_hint``.
-
-    If a job has a system check, it replaces monit's own system service.
-    """
     path, pipe = world.base / "file", world.base / "pipe"
     path.touch()
     os.mkfifo(pipe)
@@ -152,8 +148,7 @@ async def test_monit_xml_reports_file_fifo_and_host_checks_with_their_results(wo
                     _, _, changing, _ = (await status(where)).findall("services/service")
 
 
-async def test_monit_xml_of_dead_and_failing_services_has_status_and_message(world: JobTree) -> None:
-    """For each kind of failure, ``status`` has the same bit as in monit. Messages may contain any character."""
+async def test_monit_xml_for_dead_and_failing_services_has_status_and_message(world: JobTree) -> None:
     files = [
         world.job("dead", "echo 'no ]]> <way>' >&2; exit 1"),
         JobFile("broken", "", "check process broken with <nonsense>"),
@@ -186,8 +181,8 @@ def of_galera(root: ET.Element, name: str) -> str:
 
 
 async def test_galera_agent_stops_and_starts_its_service_over_monit_http(world: JobTree) -> None:
-    """The test does the same as galera-agent: it posts the action, looks for certain words in the response, and polls
-    the status until the action is done.
+    """galera-agent posts the action, looks for certain words in the response, and polls the status until the action is
+    done.
     """
     async with listening(world, world.job("galera-init"), world.job("other")) as (supervisor, where):
         await in_state(supervisor, "galera-init", "running")
@@ -210,10 +205,6 @@ async def test_galera_agent_stops_and_starts_its_service_over_monit_http(world: 
 
 
 async def test_monit_http_actions_are_executed_or_rejected(world: JobTree) -> None:
-    """As in monit, the HTTP status is 404 for an unknown service and 400 for an unknown action.
-
-    Pages for people are served as well, namely the summary, the status and HTML.
-    """
     async with listening(world, world.job("web")) as (supervisor, where):
         first = (await in_state(supervisor, "web", "running")).pid
         summary = "Process 'web'                       running"
@@ -244,8 +235,8 @@ async def test_monit_http_actions_are_executed_or_rejected(world: JobTree) -> No
 
 
 async def test_monit_http_accepts_each_action_for_the_system_service(world: JobTree) -> None:
-    """``monit stop all`` of 5.2.5 sends the action to each service in its control file, which always includes the
-    system.
+    """In monit 5.2.5, ``monit stop all`` sends the action to each service in the control file, including the system
+    service, which always exists.
     """
     machine = f"/system_{os.uname().nodename}"
     async with listening(world, world.job("web")) as (supervisor, where):
@@ -262,10 +253,6 @@ async def test_monit_http_accepts_each_action_for_the_system_service(world: JobT
 
 @pytest.mark.attack("a job calls monit's port without the password")
 async def test_monit_http_without_the_password_is_rejected(world: JobTree) -> None:
-    """Without a valid password, the server answers 401 and stops no service.
-
-    If the password file is missing or invalid, it rejects all requests.
-    """
     async with listening(world, world.job("web")) as (supervisor, where):
         await in_state(supervisor, "web", "running")
         for user in ("", "vcap:random-password", "vcap:", "vcap", ":", "root:of-this-machine"):
@@ -309,7 +296,6 @@ async def test_monit_mail_port_greets_with_an_error_and_accepts_no_mail() -> Non
 
 
 async def test_agent_listens_on_the_configured_monit_and_mail_ports(instance: Instance) -> None:
-    """The password for the API is generated once, and only the agent's user can read it."""
     instance.write_settings()
     ports = free_port(), free_port()
     config = json.loads(instance.config.read_text())

@@ -30,7 +30,7 @@ IS_IN_GUEST: Final = pytest.mark.skipif(not guest.is_here(), reason="a part of .
 class Manager(NamedTuple):
     """Shell commands with which a service manager controls a service.
 
-    ``{service}`` is the directory of the service ``monit``, and ``{services}`` is its parent directory.
+    ``{service}`` is the ``monit`` service's directory, and ``{services}`` is its parent directory.
     """
 
     run: str
@@ -86,7 +86,7 @@ cd {here} && exec {python} -m agent_shim.cli monit -I -c {control} -b {base} >>{
 
 
 class MonitService:
-    """The service ``monit`` on a machine. As on stemcells, it is not started at boot."""
+    """The ``monit`` service on a machine. As on stemcells, it is not started at boot."""
 
     def __init__(self, vm: MonitTree, name: str, services: Path) -> None:
         self.vm, self.manager, self.service = vm, MANAGERS[name], services / "monit"
@@ -130,7 +130,7 @@ class MonitService:
 
 
 def params() -> list[object]:
-    """Return each service manager as a parameter that is skipped if it cannot be tested here."""
+    """Return the service managers as test parameters. Those that cannot be tested here are skipped."""
     programs = {"runit": "runsvdir", "s6": "s6-svscan"}
     here = [
         pytest.param(name, marks=pytest.mark.skipif(not shutil.which(program), reason=f"needs the package {name}"))
@@ -151,9 +151,6 @@ async def place(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
 
 
 async def test_monit_daemon_keeps_processes_running_under_a_service_manager(place: MonitService) -> None:
-    """The daemon is restarted, reloaded, stopped with ``monit quit``, killed, and stopped by the service manager. The
-    jobs' processes survive all of this, and none is started twice.
-    """
     vm, manager = place.vm, place.manager
 
     async def is_known() -> bool:
@@ -168,7 +165,7 @@ async def test_monit_daemon_keeps_processes_running_under_a_service_manager(plac
     assert await place.ask(manager.is_up) == 0
 
     vm.add("web", "db")
-    await place.ask(manager.kill)  # the Go agent reloads monit in this way
+    await place.ask(manager.kill)  # this is how the Go agent reloads monit
     await vm.until(web="running", db="running")
     daemon = await place.another_than(daemon)
     pids = vm.pid("web"), vm.pid("db")
@@ -200,12 +197,7 @@ async def test_monit_daemon_keeps_processes_running_under_a_service_manager(plac
 @pytest.mark.vm
 @IS_IN_GUEST
 async def test_monit_release_replaces_monit_under_systemd_and_restores_it() -> None:
-    """The release's pre-start replaces monit in the stemcell's systemd unit. After the release has been removed, monit
-    runs again.
-
-    This checkout's daemon without ``--http`` stands in for monit. The jobs keep running, except when the test kills all
-    processes of the unit; the daemon then starts the jobs again.
-    """
+    """This checkout's daemon without ``--http`` stands in for monit."""
     vm = MonitTree(Path("/var/vcap"), *free_ports())
 
     async def ask(command: str) -> None:
@@ -213,7 +205,7 @@ async def test_monit_release_replaces_monit_under_systemd_and_restores_it() -> N
         assert await asked.wait() == 0, command
 
     async def runs(*, is_ours: bool) -> None:
-        """Wait until both jobs run under the daemon of the release, or, if ``is_ours`` is False, under the stand-in for
+        """Wait until both jobs run under the release's daemon, or, if ``is_ours`` is False, under the stand-in for
         monit.
         """
 

@@ -1,7 +1,6 @@
 """Scripts in releases that call ``monit``. Each test runs a script that uses this project's command in a different way.
 
-The scripts are modelled on those in gorouter and silk (a rule runs a program that restarts a service and waits for it),
-capi, mariadb, logsearch, os-conf, kubo and fissile.
+The scripts are modelled on those in gorouter, silk, capi, mariadb, logsearch, os-conf, kubo and fissile.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ async def answering(world: JobTree, *files: JobFile) -> AsyncIterator[Supervisor
 
 
 async def script(world: JobTree, body: str) -> None:
-    """Run a shell script that can call ``monit``, as an operator or a cron job would. Fail if it does not exit with
+    """Run a shell script that can call ``monit``, as an operator or a cron job would. Fail if its exit code is not
     0.
     """
     monit = f'monit() {{ {world.base}/monit.sh "$@"; }}'
@@ -79,9 +78,7 @@ until monit summary | grep "'archiver'" | grep running; do sleep 0.05; done
 
 
 async def test_monit_summary_line_ends_with_not_monitored(world: JobTree) -> None:
-    """Scripts search the summary for ``not monitored *$`` before they call ``monitor``. After that, they call ``start``
-    until it succeeds.
-    """
+    """Scripts search the summary for ``not monitored *$`` before they call ``monitor``."""
     async with answering(world, world.job("worker")) as supervisor:
         before = (await in_state(supervisor, "worker", "running")).pid
         await script(
@@ -100,9 +97,6 @@ until monit summary | grep -Eq "^Process 'worker' +running$"; do sleep 0.05; don
 
 
 async def test_start_program_can_call_monit_summary(world: JobTree) -> None:
-    """A start program calls ``monit summary`` to learn which other jobs are on the instance. The command must not wait
-    for the start program itself.
-    """
     start = f"""
 {world.base}/monit.sh summary | grep -q "^Process[[:space:]]*'ipsec'" && echo with >>$log
 {world.base}/monit.sh summary | grep "'mariadb'" >>$log
@@ -116,7 +110,7 @@ exec sleep 600"""
 
 
 async def test_rule_program_can_restart_another_service_with_monit(world: JobTree) -> None:
-    """A rule of gorouter's healthchecker runs a program that restarts the router and waits until it runs."""
+    """A rule in gorouter's healthchecker job runs a program that restarts the router and waits until it is up."""
     restart = world.script(
         "healthchecker",
         "restart-router",
@@ -128,7 +122,7 @@ echo restarted >>$log""",
     rule = f'if 1 restart within 1 cycles then exec "{restart}"'
     start = "echo $$ >$pidfile; exec sleep 600"
     files = [world.job("router"), world.job("router-healthchecker", start, "exit 0", rule)]
-    world.timing = replace(world.timing, cycle=2)  # longer than a restart, even on a busy machine
+    world.timing = replace(world.timing, cycle=2)  # This is longer than a restart takes, even on a busy machine.
     async with answering(world, *files) as supervisor:
         before = (await in_state(supervisor, "router", "running")).pid
         await in_state(supervisor, "router-healthchecker", "running")
@@ -160,8 +154,8 @@ async def test_repeated_monit_reload_changes_nothing(world: JobTree) -> None:
 
 
 async def test_container_scripts_can_count_services_with_monit_summary(world: JobTree) -> None:
-    """A readiness script counts running services, and a stop script waits until all are ``not monitored`` before
-    ``monit quit``.
+    """A readiness script counts running services, and a stop script waits until all are ``not monitored``
+    before it calls ``monit quit``.
     """
     async with answering(world, world.job("one"), world.job("two")) as supervisor:
         for name in ("one", "two"):

@@ -1,4 +1,4 @@
-"""Runs the unit tests of the folders edges, services, actions and daemon on a fixed sample of their mutants."""
+"""Runs the unit tests for the edges, services, actions and daemon folders against a fixed sample of mutants."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ TESTS = tuple(f"tests/unit/{folder}" for folder in FOLDERS)
 @pytest.mark.early
 @pytest.mark.root
 def test_unit_tests_detect_most_of_the_mutants_that_they_reach(tmp_path: Path) -> None:
-    """Mutants in lines that no unit test runs are counted but not tested. Later stages of ``./dev mutate`` test
-    them.
-    """
     faulthandler.cancel_dump_traceback_later()  # the run may take longer than pytest's faulthandler_timeout
     argv = [sys.executable, "-m", "tools.chaos.mutate", *FOLDERS, "--share", "60", "--stages", "1", "--tests", *TESTS]
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}

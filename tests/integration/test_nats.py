@@ -17,7 +17,6 @@ from tests.support.waiting import until
 
 
 async def test_bus_request_is_answered_and_counted(tmp_path: Path) -> None:
-    """The reply is sent to the subject in the request. The statistics count messages, bytes and connections."""
     async with talking(tmp_path) as talk:
         assert await talk.director.value("agent", "ping") == "ping"
         stats = talk.bus.stats
@@ -27,7 +26,6 @@ async def test_bus_request_is_answered_and_counted(tmp_path: Path) -> None:
 
 
 async def test_bus_requests_begin_in_order(tmp_path: Path) -> None:
-    """The agent begins 500 requests in the order in which they were sent, and answers all of them."""
     begun = []
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
@@ -42,10 +40,6 @@ async def test_bus_requests_begin_in_order(tmp_path: Path) -> None:
 
 
 async def test_t3_bus_subscribes_only_to_its_own_subject() -> None:
-    """A real bus allows the agent no other subscription, for example to an inbox.
-
-    The agent sends two pings. The answers confirm the connection and the subscription.
-    """
     seen: list[str] = []
 
     async def script(wire: ClientConnection) -> None:
@@ -61,8 +55,6 @@ async def test_t3_bus_subscribes_only_to_its_own_subject() -> None:
 
 
 async def test_failing_request_handler_does_not_affect_the_bus(tmp_path: Path) -> None:
-    """After a handler has failed or was cancelled, the bus still receives requests on the same connection."""
-
     async def handle(data: bytes) -> tuple[str, bytes] | None:
         match json.loads(data)["method"]:
             case "raise":
@@ -84,9 +76,7 @@ async def test_failing_request_handler_does_not_affect_the_bus(tmp_path: Path) -
 
 
 @pytest.mark.attack("another agent forges a reply_to")
-async def test_t3_reply_without_permission_is_counted(tmp_path: Path) -> None:
-    """The server refuses a reply to the subject of another client, but does not close the connection."""
-
+async def test_t3_reply_that_the_server_denies_is_counted(tmp_path: Path) -> None:
     async def handle(data: bytes) -> tuple[str, bytes] | None:
         return ("director.x.other.y", b"{}") if b"elsewhere" in data else await echo(data)
 
@@ -113,10 +103,6 @@ async def test_t3_reply_without_permission_is_counted(tmp_path: Path) -> None:
     ids=["none", "blank", "injected", "too long", "a line too long", "a line too long in bytes"],
 )
 async def test_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str, size: int) -> None:
-    """The reply is dropped because its subject is invalid or because it is larger than the server accepts. The
-    connection and other replies are not affected.
-    """
-
     async def handle(data: bytes) -> tuple[str, bytes] | None:
         return (subject, b"x" * size) if b'"bad"' in data else await echo(data)
 
@@ -133,8 +119,8 @@ async def test_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str
     "subject", ["agent.agent", "agent.other", "director.>", "hm.agent.alert.other", "$SYS.REQ.SERVER.PING", ">"]
 )
 async def test_forged_reply_subject_reaches_no_other_client(tmp_path: Path, subject: str) -> None:
-    """The reply is also dropped if it is addressed to the agent's own subject, because the agent would receive it as a
-    request and answer its own answers forever.
+    """A reply to the agent's own subject must be dropped as well, because the agent would receive it as a request and
+    answer its own answers forever.
     """
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
@@ -153,11 +139,9 @@ async def test_forged_reply_subject_reaches_no_other_client(tmp_path: Path, subj
         assert (talk.bus.stats.connects, talk.bus.stats.received) == (1, 2)
 
 
-@pytest.mark.attack("another agent reads requests, replies or inboxes of others, or publishes in their name")
+@pytest.mark.attack("another agent reads other agents' requests, replies or inboxes, or publishes in their name")
 @pytest.mark.parametrize("subject", ["agent.agent", "director.x.agent.y", "hm.agent.heartbeat.agent"])
-async def test_agent_can_neither_send_requests_to_another_agent_nor_publish_for_it(
-    tmp_path: Path, subject: str
-) -> None:
+async def test_agent_cannot_send_requests_to_another_agent_or_publish_in_its_name(tmp_path: Path, subject: str) -> None:
     async with talking(tmp_path) as talk:
         await talk.server.add_agent("other")
         async with joined(talk.server.mbus("other"), ("agent.other",), lambda *_: None) as other:
@@ -169,8 +153,7 @@ async def test_agent_can_neither_send_requests_to_another_agent_nor_publish_for_
         assert talk.monitor.of("heartbeat", "agent") == []
 
 
-async def test_flood_of_bus_requests_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests beyond the limit are dropped and counted. Later requests are answered again."""
+async def test_bus_requests_beyond_the_limit_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nats, "MAX_REQUESTS", 3)
     async with talking(tmp_path) as talk:
         held = [asyncio.create_task(talk.director.value("agent", "sleep", 0.3)) for _ in range(10)]
@@ -200,9 +183,7 @@ async def test_ping_is_answered_during_a_flood_of_requests(tmp_path: Path, monke
 
 
 async def test_messages_published_without_a_connection_are_not_sent_later(tmp_path: Path) -> None:
-    """Publishing raises an error instead, because a message that arrives late, such as an old heartbeat, would be
-    misleading.
-    """
+    """A message that arrives late, such as an old heartbeat, would be misleading."""
     async with talking(tmp_path) as talk:
         await talk.server.remove_agent("agent")
         await until(lambda: not talk.bus.is_connected)
@@ -217,7 +198,6 @@ async def test_messages_published_without_a_connection_are_not_sent_later(tmp_pa
 
 
 async def test_reply_waits_for_the_next_connection(tmp_path: Path) -> None:
-    """If the connection breaks while the agent executes a request, the reply is sent on the next connection."""
     release = asyncio.Event()
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
@@ -238,7 +218,6 @@ async def test_reply_waits_for_the_next_connection(tmp_path: Path) -> None:
 
 
 async def test_reply_is_dropped_once_the_director_has_given_up(tmp_path: Path) -> None:
-    """The agent waits for a connection only as long as the Director waits for the reply."""
     async with talking(tmp_path, timing=replace(FAST, reply=0.1)) as talk:
         await talk.director.send("agent", "sleep", 0.3)
         await until(lambda: talk.bus.stats.received == 1)
@@ -247,7 +226,7 @@ async def test_reply_is_dropped_once_the_director_has_given_up(tmp_path: Path) -
 
 
 async def test_message_published_right_before_a_disconnection_is_sent(tmp_path: Path) -> None:
-    """The message is sent even if megabytes of other messages are queued before it."""
+    """Megabytes of other messages are queued before this message."""
     async with talking(tmp_path) as talk:
         async with on_bus(talk.server.mbus("agent")) as other:
             await connected(other)
@@ -258,8 +237,7 @@ async def test_message_published_right_before_a_disconnection_is_sent(tmp_path: 
         await talk.monitor.wait_for("shutdown", "agent")
 
 
-async def test_bus_drain_waits_for_answers(tmp_path: Path) -> None:
-    """Requests in progress are answered before the agent exits, unless they exceed the time limit."""
+async def test_bus_drain_waits_for_requests_in_progress(tmp_path: Path) -> None:
     async with talking(tmp_path) as talk:
         answer = asyncio.create_task(talk.director.value("agent", "sleep", 0.1))
         await until(lambda: talk.bus.stats.received == 1)

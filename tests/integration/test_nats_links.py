@@ -39,7 +39,7 @@ def replace_urls(mbus: Mbus, *urls: str) -> Mbus:
 
 
 async def test_t2_bus_retries_until_the_server_knows_the_agent(tmp_path: Path) -> None:
-    """nats-sync adds an agent only after it has booted, so an agent that is refused must not exit and must not log
+    """nats-sync adds an agent only after the agent has booted, so a refused agent must not exit and must not log
     much.
     """
     async with NatsServer(tmp_path) as server, on_bus(server.mbus("agent")) as bus:
@@ -55,7 +55,6 @@ async def test_t2_bus_retries_until_the_server_knows_the_agent(tmp_path: Path) -
 
 
 async def test_t2_bus_reconnects_when_a_dead_server_returns(tmp_path: Path) -> None:
-    """The bus keeps trying while no server answers, and receives requests again afterwards."""
     async with talking(tmp_path) as talk:
         await talk.server.kill()
         before = talk.bus.stats.attempts
@@ -69,16 +68,14 @@ async def test_t2_bus_reconnects_when_a_dead_server_returns(tmp_path: Path) -> N
 
 @contextlib.asynccontextmanager
 async def behind(where: Path, **options: Any) -> AsyncIterator[tuple[NatsBus, Proxy]]:
-    """Run a bus that connects to its server through a proxy. Yield the bus and the proxy."""
+    """Run a bus client that connects to its server through a proxy. Yield the client and the proxy."""
     async with knowing(where) as server, Proxy(server.port) as proxy, on_bus(through(proxy, server), **options) as bus:
         await connected(bus)
         yield bus, proxy
 
 
 async def test_dead_bus_connection_is_noticed_and_replaced(tmp_path: Path) -> None:
-    """If pings are not answered, the socket is closed immediately, without waiting half a minute for TLS's closing
-    message.
-    """
+    """The socket must be closed immediately, without waiting half a minute for TLS's closing message."""
     async with behind(tmp_path, timing=replace(FAST, connect=0.2, ping=0.2)) as (bus, proxy):
         sockets = sockets_to(proxy.port)
         assert len(sockets) == 1
@@ -95,10 +92,7 @@ async def test_dead_bus_connection_is_noticed_and_replaced(tmp_path: Path) -> No
 
 async def test_bus_is_reachable_while_its_server_answers(tmp_path: Path) -> None:
     """Before and after the agent sets packet filter rules, it checks whether the bus is reachable, because the rules
-    must not cut it off.
-
-    If the server does not answer in time, the connection is closed. The bus is then unreachable until the agent has
-    connected again.
+    must not cut the agent off from the bus.
     """
     async with talking(tmp_path) as talk:
         assert await talk.bus.is_heard(20)
@@ -112,7 +106,7 @@ async def test_bus_is_reachable_while_its_server_answers(tmp_path: Path) -> None
 
 
 async def test_bus_rereads_settings_while_no_server_is_reachable(tmp_path: Path) -> None:
-    """After several failed attempts, the agent reads its settings again, because the bus may have a new address."""
+    """The new settings may contain a new bus address."""
     async with knowing(tmp_path) as server:
         good = server.mbus("agent")
         gone = replace_urls(good, "nats://127.0.0.1:1")
@@ -122,25 +116,22 @@ async def test_bus_rereads_settings_while_no_server_is_reachable(tmp_path: Path)
             assert bus.stats.attempts == REREAD_AFTER_FAILURES + 2
 
 
-async def test_bus_is_reachable_while_its_server_refuses_the_agent(tmp_path: Path) -> None:
+async def test_bus_counts_as_reachable_if_the_server_rejects_the_agent(tmp_path: Path) -> None:
     async with NatsServer(tmp_path) as server, on_bus(server.mbus("agent")) as bus:
         assert await bus.is_heard(20)
         assert not bus.is_connected
 
 
 async def test_slow_network_keeps_the_bus_connection(tmp_path: Path) -> None:
-    """The agent keeps the connection even if the answer to a ping arrives only after the next ping has been sent."""
+    """The answer to a ping arrives only after the next ping has been sent."""
     async with behind(tmp_path, timing=replace(FAST, ping=0.5, unanswered=3)) as (bus, proxy):
-        proxy.delay = 0.4  # in each direction, so an answer takes longer than the interval between pings
+        proxy.delay = 0.4  # This applies in each direction, so an answer takes longer than the interval between pings.
         await asyncio.sleep(3)
 
         assert (bus.is_connected, bus.stats.connects) == (True, 1)
 
 
 async def test_t7_blocked_event_loop_keeps_the_bus_connection(tmp_path: Path) -> None:
-    """While the event loop is blocked, the agent cannot answer. Neither the server nor the agent closes the connection
-    because of this.
-    """
     async with talking(tmp_path) as talk:
         for _ in range(3):
             time.sleep(0.5)  # noqa: ASYNC251 - the test blocks the loop
@@ -182,8 +173,6 @@ def _descriptors() -> int:
 
 @pytest.mark.parametrize("is_greeted", [False, True])
 async def test_bus_pauses_between_connections_that_are_dropped_immediately(is_greeted: bool) -> None:
-    """A server that closes each new connection is not flooded with attempts."""
-
     async def slam(wire: ClientConnection) -> None:
         if is_greeted:
             await wire.greet()
@@ -221,8 +210,7 @@ async def _flood(bus: NatsBus) -> None:
         await asyncio.sleep(0)
 
 
-async def test_t4_bus_uses_any_reachable_address_of_several(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Unreachable addresses are skipped. If the server in use dies, the bus connects to another one."""
+async def test_t4_bus_skips_unreachable_addresses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "agent_shim.edges.bus")
     authority = Authority()
     async with NatsServer(tmp_path / "a", authority) as first, NatsServer(tmp_path / "b", authority) as second:
@@ -262,7 +250,7 @@ def by_name(server: NatsServer, port: int) -> Mbus:
 
 
 async def test_bus_host_name_is_resolved_for_each_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each attempt looks up the name again, because a recreated Director has another address under the same name."""
+    """A recreated Director may have the same name but a new address."""
     async with NatsServer(tmp_path) as server:
         left = answering(monkeypatch, "127.0.0.2", OSError("no answer"), "127.0.0.2", "127.0.0.1")
         await server.add_agent("agent")
@@ -272,11 +260,11 @@ async def test_bus_host_name_is_resolved_for_each_connection(tmp_path: Path, mon
     assert left == ["127.0.0.1"]
 
 
-async def test_bus_reconnects_when_its_host_name_gets_another_address(
+async def test_bus_reconnects_when_the_server_name_resolves_to_a_new_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bus reconnects even if the server at the old address still answers. A failed lookup or a single different
-    answer is not a reason to reconnect.
+    """The server at the old address may still answer. A failed lookup or a single different answer is not a reason to
+    reconnect.
     """
     old, new = "127.0.0.1", "127.0.0.2"
     async with (
@@ -299,8 +287,8 @@ async def test_bus_reconnects_when_its_host_name_gets_another_address(
 async def test_silent_name_server_does_not_delay_connections_or_exit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lookups run in separate threads, so a silent name server delays neither the next attempt, nor the exit, nor other
-    work in threads.
+    """Lookups must not use the default thread pool. Otherwise, a hanging lookup would block the next connection
+    attempt, the exit, and everything else that uses the pool.
     """
     silence = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: silence.wait())
@@ -358,9 +346,7 @@ async def test_bus_without_a_usable_address_reports_an_error_and_continues(
     ],
 )
 async def test_bus_address_is_reported_without_its_password(address: str, told: str) -> None:
-    """The error does not contain the password. A ``/``, ``?`` or ``#`` in the password would end the host part of the
-    URL early.
-    """
+    """A ``/``, ``?`` or ``#`` in the password would end the host part of the URL early."""
     authority = Authority()
     pair = authority.agent("agent")
     async with on_bus(Mbus((f"nats://{address}",), authority.ca, pair.certificate, pair.private_key)) as bus:
@@ -372,9 +358,7 @@ async def test_bus_address_is_reported_without_its_password(address: str, told: 
 
 @pytest.mark.parametrize("part", ["_read_loop", "_flusher", "_wait_for_msgs"])
 async def test_bus_connection_with_a_dead_client_task_is_replaced(tmp_path: Path, part: str) -> None:
-    """If one of nats-py's tasks has died, nats-py no longer reads, sends or delivers, but still reports that it is
-    connected. The agent has to notice this from the missing answers to its pings.
-    """
+    """nats-py still reports that it is connected, so the agent must notice the missing answers to its pings."""
     async with (
         knowing(tmp_path) as server,
         on_bus(server.mbus("agent"), timing=replace(FAST, ping=0.2)) as bus,
@@ -389,8 +373,7 @@ async def test_bus_connection_with_a_dead_client_task_is_replaced(tmp_path: Path
         assert await director.value("agent", "ping") == "ping"
 
 
-async def test_bus_cancelled_at_any_step_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Whichever step of connecting is cancelled, no task and no descriptor remains."""
+async def test_bus_cancelled_at_any_step_leaves_no_task_or_descriptor(tmp_path: Path) -> None:
     async with knowing(tmp_path) as server:
         mbus = server.mbus("agent")
         before, tasks = _descriptors(), len(asyncio.all_tasks())
@@ -405,11 +388,7 @@ async def test_bus_cancelled_at_any_step_leaves_nothing_behind(tmp_path: Path) -
         await until(lambda: _descriptors() <= before and len(asyncio.all_tasks()) <= tasks)
 
 
-def test_t2_bus_pauses_grow_up_to_ten_seconds() -> None:
-    """The pauses are 2, 4, 6, 8, 10 and 10 s, less a random part.
-
-    After a lost connection, the first pause is short, and a new agent that is refused retries after about 1 s.
-    """
+def test_t2_bus_retry_delay_grows_to_at_most_ten_seconds() -> None:
     timing = BusTiming()
     for _ in range(100):
         for failures, least, most in [(1, 0.4, 2), (2, 0.8, 4), (3, 1.2, 6), (4, 1.6, 8), (5, 5, 10), (50, 5, 10)]:
@@ -420,7 +399,6 @@ def test_t2_bus_pauses_grow_up_to_ten_seconds() -> None:
 
 
 def test_reconnects_of_a_thousand_agents_are_spread_over_time() -> None:
-    """If a thousand agents lose their server at the same time, at most 200 retry in any second from the twelfth on."""
     timing, chance, tries = BusTiming(), random.getstate(), [0] * 40
     random.seed(6)
     try:
@@ -437,10 +415,7 @@ def test_reconnects_of_a_thousand_agents_are_spread_over_time() -> None:
 
 
 async def test_early_bus_refusals_are_retried_quickly(tmp_path: Path) -> None:
-    """A new agent that is refused retries every second, because nats-sync will soon add it to the bus.
-
-    After a while, the normal pauses apply.
-    """
+    """The bus refuses a new agent until nats-sync has added it, which takes only seconds."""
     slow = replace(FAST, step=30.0, longest=30.0)
     async with NatsServer(tmp_path) as server:
         async with on_bus(server.mbus("agent"), timing=slow) as early:
@@ -454,7 +429,6 @@ async def test_early_bus_refusals_are_retried_quickly(tmp_path: Path) -> None:
 async def test_bus_tries_the_next_address_of_a_host_name_if_the_first_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If packets to the first address are lost, the same attempt continues with the next address."""
     async with knowing(tmp_path) as server:
         with socket.create_server(("127.0.0.2", server.port), backlog=0), contextlib.ExitStack() as filling:
             for _ in range(5):  # fill the queue, after which the kernel drops connection requests

@@ -26,9 +26,6 @@ from tools.bench import rotation
 
 
 async def test_t11_rotation_loses_and_duplicates_no_request(tmp_path: Path) -> None:
-    """Five clients send requests without a pause. Each request is executed and answered once, although some arrive on
-    both the old and the new connection.
-    """
     handled: Counter[str] = Counter()
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
@@ -62,22 +59,18 @@ async def test_t11_rotation_loses_and_duplicates_no_request(tmp_path: Path) -> N
 
 @pytest.mark.slow
 async def test_fifty_rotations_lose_no_reply_and_cause_no_pause() -> None:
-    """The test adds and removes bus users in the same way as nats-sync.
-
-    A second client measures delays of the whole machine, which are added to the permitted pause.
-    """
+    """A second client measures delays caused by the machine. They are added to the permitted pause."""
     faulthandler.cancel_dump_traceback_later()  # the rotations may take longer than pytest's faulthandler_timeout
     async with asyncio.timeout(600):
         found = await rotation.measure(50)
 
     assert (found["links_lost"], found["replies_lost"]) == (0, 0)
-    assert 51 <= found["links"] <= 100  # more than 51 if the server was slow and the agent retried
+    assert 51 <= found["links"] <= 100  # There are more than 51 if the server was slow and the agent retried.
     assert found["replies"] > 5000
     assert found["longest_gap_ms"] < 1000 + found["longest_gap_of_the_bystander_ms"]
 
 
 async def test_pending_reply_is_sent_on_the_rotated_connection(tmp_path: Path) -> None:
-    """A request that arrived on the old connection can be answered on the new one."""
     async with talking(tmp_path) as talk:
         held = asyncio.create_task(talk.director.value("agent", "sleep", 0.5))
         await until(lambda: talk.bus.stats.received == 1)
@@ -98,16 +91,14 @@ async def test_second_rotation_waits_until_the_first_has_closed_its_old_connecti
 
 @pytest.mark.attack("a request is delivered twice")
 async def test_request_delivered_twice_is_handled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent recognizes the second copy by its reply subject, because a Director uses each reply subject only once.
-
-    Other clients may reuse a reply subject, so all of their requests are handled. The agent remembers a limited number
-    of subjects for a limited time.
+    """The agent recognizes the second copy by its reply subject, which a Director uses only once. Other clients may
+    reuse a reply subject, so all of their requests are handled.
     """
     monkeypatch.setattr(nats, "MAX_SEEN", 3)
     handled: list[str] = []
 
     async def handle(data: bytes) -> None:
-        """Record each request without answering it, as if it were invalid."""
+        """Record each request but, as with an invalid request, send no reply."""
         handled.append(json.loads(data)["reply_to"])
 
     async with talking(tmp_path, handle=handle) as talk, joined(talk.server.peer(), (), lambda *_: None) as peer:
@@ -125,9 +116,6 @@ async def test_request_delivered_twice_is_handled_once(tmp_path: Path, monkeypat
 
 
 async def test_rotations_during_an_outage_leave_one_connection(tmp_path: Path) -> None:
-    """Credentials are rotated twice while the bus is waiting before its next attempt. Afterwards, each request is
-    handled once.
-    """
     handled = []
 
     async def handle(data: bytes) -> None:
@@ -151,7 +139,7 @@ async def test_rotations_during_an_outage_leave_one_connection(tmp_path: Path) -
 
 
 def bad_credentials(talk: Talk, kind: str) -> Mbus:
-    """Return credentials with the fault ``kind``."""
+    """Return credentials that the agent or the bus must reject. ``kind`` says what is wrong with them."""
     good = talk.server.mbus("agent")
     match kind:
         case "unreadable":
@@ -174,7 +162,6 @@ def bad_credentials(talk: Talk, kind: str) -> Mbus:
     "kind", ["unreadable", "another's key", "unknown agent", "another authority", "expired", "another CA"]
 )
 async def test_rotation_to_invalid_credentials_is_refused(tmp_path: Path, kind: str) -> None:
-    """The error contains the reason, and the bus keeps its connection and its old credentials."""
     async with talking(tmp_path) as talk:
         with pytest.raises(ActionError, match="^cannot use the new bus credentials: "):
             await talk.bus.rotate(bad_credentials(talk, kind))
@@ -187,10 +174,8 @@ async def test_rotation_to_invalid_credentials_is_refused(tmp_path: Path, kind: 
         await until(lambda: talk.bus.stats.connects == 2)
 
 
-async def test_rotation_without_a_reachable_server_accepts_the_credentials(tmp_path: Path) -> None:
-    """During an outage, the agent cannot find out whether the credentials are valid. It tries them when the server is
-    back.
-    """
+async def test_rotation_accepts_the_credentials_if_no_server_is_reachable(tmp_path: Path) -> None:
+    """During an outage, the agent cannot find out whether the credentials are valid."""
     async with talking(tmp_path, timing=replace(FAST, unreachable=0.2)) as talk:
         await talk.server.kill()
         rotating = asyncio.create_task(talk.bus.rotate(talk.server.mbus("agent")))
@@ -217,7 +202,7 @@ async def test_rotation_to_an_unreachable_new_address_fails(tmp_path: Path) -> N
 
 @pytest.mark.attack("a neighbour poses as the bus or a name server and never answers")
 async def test_rotation_to_many_silent_addresses_takes_no_longer_than_to_one(tmp_path: Path) -> None:
-    """One time limit applies to all addresses together, because no other task can run during the rotation."""
+    """One time limit must apply to all addresses together, because the agent runs no other task during the rotation."""
     async with talking(tmp_path, timing=replace(FAST, connect=2.0, unreachable=0.5)) as talk:
         silent = socket.create_server(("127.0.0.1", 0), backlog=100)
         with silent:
@@ -240,7 +225,6 @@ async def test_next_connection_after_a_rotation_uses_the_new_credentials(tmp_pat
 
 
 async def test_exit_during_a_rotation_closes_both_connections(tmp_path: Path) -> None:
-    """The agent exits shortly after the new connection has been made, while the old one is still open."""
     async with talking(tmp_path) as talk:
         await asyncio.sleep(0.05)
         before = len(list(Path("/proc/self/fd").iterdir()))

@@ -1,4 +1,4 @@
-"""A bus server that greets the agent but does not complete the handshake in time. The agent tries less often and gives
+"""If a bus server greets the agent but does not complete the handshake in time, the agent tries less often and gives
 the server more time.
 """
 
@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 
 class Hasty(BusTiming, frozen=True):
-    """Timing with short timeouts, which records for each attempt how many slow attempts preceded it."""
+    """Timing with short timeouts. It records for each attempt how many slow attempts preceded it."""
 
     connect: float = 0.3
     step: float = 0.01
@@ -31,8 +31,8 @@ class Hasty(BusTiming, frozen=True):
         return super().handshake_timeout_s(slow)
 
 
-def test_bus_retry_delays_and_timeouts_at_most_triple() -> None:
-    """The delays and timeouts stay well below the 45 s for which a Director waits for an agent."""
+def test_bus_retry_delays_and_timeouts_grow_at_most_threefold() -> None:
+    """The delays and timeouts must stay well below the 45 s for which a Director waits for an agent."""
     timing = BusTiming()
 
     assert [timing.handshake_timeout_s(slow) for slow in (0, 1, 2, 9)] == [10, 20, 30, 30]
@@ -44,9 +44,7 @@ def test_bus_retry_delays_and_timeouts_at_most_triple() -> None:
 
 @pytest.mark.parametrize("how", ["greets", "is silent", "is away"])
 async def test_bus_timeouts_grow_only_if_the_server_sends_info(how: str) -> None:
-    """If a server is absent or does not even send its greeting, the timeouts stay short, because attempts cost the
-    server nothing and it may return at any moment.
-    """
+    """While the server is absent, attempts cost nothing, so the timeouts stay short in case it returns."""
     taken: list[asyncio.StreamWriter] = []
 
     def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -78,8 +76,7 @@ async def test_bus_timeouts_grow_only_if_the_server_sends_info(how: str) -> None
         server.close()
 
 
-async def test_bus_connection_resets_the_longer_timeouts() -> None:
-    """After a successful connection, the next outage starts with short timeouts and pauses again."""
+async def test_successful_bus_connection_resets_timeouts_and_delays() -> None:
     greeted, cut = 0, asyncio.Event()
 
     async def script(wire: ClientConnection) -> None:

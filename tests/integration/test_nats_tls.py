@@ -37,10 +37,7 @@ def with_pair(mbus: Mbus, pair: Pair) -> Mbus:
     ids=["name", "address", "no address", "forged", "authority", "expired", "not yet valid", "client's"],
 )
 async def test_t1_server_with_a_wrong_certificate_is_rejected(tmp_path: Path, pair: Pair, why: str) -> None:
-    """The agent sends its certificate only to a server that has proved its identity.
-
-    It connects once a server with the right certificate listens at the address.
-    """
+    """The agent must send its certificate only to a server that has proved its identity."""
     async with NatsServer(tmp_path / "wrong", AUTHORITY, pair=pair) as wrong:
         await wrong.add_agent("agent")
         async with on_bus(wrong.mbus("agent")) as bus:
@@ -68,7 +65,6 @@ async def test_t1_server_with_a_wrong_certificate_is_rejected(tmp_path: Path, pa
 async def test_agent_certificate_rejected_by_the_server_is_reported_and_retried(
     tmp_path: Path, pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before each attempt, the agent reads its settings again, because they may contain new credentials."""
     async with knowing(tmp_path, AUTHORITY) as server:
         good = server.mbus("agent")
         asked = []
@@ -88,9 +84,6 @@ async def test_agent_certificate_rejected_by_the_server_is_reported_and_retried(
 
 
 async def test_unreadable_bus_credentials_are_read_again(tmp_path: Path) -> None:
-    """An invalid private key does not make the agent exit. The agent reads the settings again, and retries if reading
-    them fails.
-    """
     async with knowing(tmp_path, AUTHORITY) as server:
         good = server.mbus("agent")
         asked = []
@@ -108,8 +101,8 @@ async def test_unreadable_bus_credentials_are_read_again(tmp_path: Path) -> None
     assert len(asked) == 2
 
 
-async def test_t1_certificates_of_a_director_are_accepted(tmp_path: Path) -> None:
-    """The certificates have RSA keys with 3072 bits, like those that a real Director creates."""
+async def test_t1_certificates_with_the_directors_key_size_are_accepted(tmp_path: Path) -> None:
+    """As in certificates that a real Director creates, the RSA keys have 3072 bits."""
     async with knowing(tmp_path, Authority(bits=3072)) as server, on_bus(server.mbus("agent", bootstrap=True)) as bus:
         await connected(bus)
 
@@ -123,11 +116,8 @@ async def test_intermediate_ca_is_trusted_without_its_root(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("bits", [0, 2048])
-async def test_server_certificate_is_verified_with_each_ca_of_the_same_name(tmp_path: Path, bits: int) -> None:
-    """During a CA rotation, the settings contain two CAs with the same name.
-
-    Go tries both of them, but OpenSSL alone would try only the first.
-    """
+async def test_server_certificate_is_verified_with_each_ca_that_has_the_same_name(tmp_path: Path, bits: int) -> None:
+    """During a CA rotation, the settings contain two CAs with the same name. OpenSSL alone would try only the first."""
     async with knowing(tmp_path, AUTHORITY) as server:
         mbus = server.mbus("agent")
         both = replace(mbus, ca=Authority(bits=bits).ca + mbus.ca)

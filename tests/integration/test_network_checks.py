@@ -1,4 +1,4 @@
-"""Network checks of real servers that answer correctly, answer wrongly, stay silent, or never stop answering."""
+"""Network checks against real servers that answer correctly, answer wrongly, stay silent, or never stop answering."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ async def test_port_check_error_names_a_closed_port() -> None:
     ("host", "port"),
     [("no-such-host.invalid", 1), ("no..such", 1), ("n" * 64, 1), ("127.0.0.1", 0x10001), ("::1", 1 << 40)],
 )
-async def test_port_check_of_an_unknown_host_fails(host: str, port: int) -> None:
-    """An invalid host or port must fail only this check. An exception would terminate the rule checks of all jobs."""
+async def test_port_check_for_an_unknown_host_fails(host: str, port: int) -> None:
+    """If the failed lookup raised an exception, all jobs' rule checks would stop."""
     assert f"cannot connect to {host} port {port}: " in await network_checks.probe(Connection(host, port))
     assert host in (await network_checks.echo(host, Echo(1)) or host)
 
 
 async def test_http_check_sends_the_same_request_as_monit() -> None:
-    """Path, Host header and User-Agent match monit's, because servers may have access rules that depend on them."""
+    """Servers may have access rules that depend on the Host header or the User-Agent."""
     heard: list[bytes] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -118,8 +118,7 @@ async def test_http_check_sends_the_same_request_as_monit() -> None:
         (Protocol("http", "/p", checksum="0" * 32), "answers /p with another checksum"),
     ],
 )
-async def test_http_check_matches_content_and_checksum_of_the_page(protocol: Protocol, said: str) -> None:
-    """The expected content is a regular expression, which may be negated. The checksum is MD5 or SHA-1."""
+async def test_http_check_matches_the_pages_content_and_checksum(protocol: Protocol, said: str) -> None:
     why = await run_check(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhel", b"lo"), protocol)
 
     assert why.endswith(said) if said else why == ""
@@ -129,7 +128,7 @@ async def test_http_check_matches_content_and_checksum_of_the_page(protocol: Pro
 
 
 async def test_udp_check_fails_only_if_the_port_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """UDP servers need not answer, so the check passes if nothing arrives."""
+    """UDP servers need not answer."""
     monkeypatch.setattr(network_checks, "REFUSAL_S", 0.2)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind(("127.0.0.1", 0))
@@ -158,7 +157,7 @@ async def test_send_expect_check_works_over_udp() -> None:
 
 
 async def test_ping_check_passes_for_a_host_that_answers() -> None:
-    """As in monit, the check also passes if this user may not send echo requests."""
+    """As in monit, the check also passes if the agent's user may not send echo requests."""
     assert await network_checks.echo("127.0.0.1", Echo()) in ("", None)
     assert "cannot send an echo request to no-such-host.invalid" in str(
         await network_checks.echo("no-such-host.invalid", Echo())
@@ -166,7 +165,7 @@ async def test_ping_check_passes_for_a_host_that_answers() -> None:
 
 
 async def test_http_check_does_not_wait_for_the_body() -> None:
-    """If the rule does not check the content, the HTTP status is enough, even if the page never ends."""
+    """The page may never end."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -176,10 +175,8 @@ async def test_http_check_does_not_wait_for_the_body() -> None:
     assert await run_check(talk, HTTP, timeout=600) == ""
 
 
-async def test_check_of_a_silent_port_ends_at_its_timeout() -> None:
-    """Two checks wait for the same silent server. The check with the short timeout fails, while the other one keeps
-    waiting.
-    """
+async def test_port_check_times_out_if_the_port_is_silent() -> None:
+    """Two checks wait for the same silent server. Only the one with the short timeout fails."""
     patient = asyncio.create_task(run_check(silence, HTTP, timeout=600))
 
     assert "no answer from 127.0.0.1 port" in await run_check(silence, HTTP, timeout=1)
@@ -189,7 +186,6 @@ async def test_check_of_a_silent_port_ends_at_its_timeout() -> None:
 
 
 async def test_send_expect_check_follows_its_dialogue() -> None:
-    """The strings may contain any bytes and arrive in pieces. Each ``expect`` consumes the bytes that it matches."""
     words = (("expect", "^ready [0-9]+"), ("send", "go\\0x00\r\n"), ("expect", "gone"))
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -261,18 +257,14 @@ LONG = b"A: b\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n"
         (b"\0", NO_HTTP),
     ],
 )
-async def test_http_check_fails_from_status_400_as_in_monit(answer: bytes, fault: str) -> None:
-    """Unusual but readable headers do not fail the check, because that would restart a working service."""
+async def test_http_check_fails_for_status_400_and_above_as_in_monit(answer: bytes, fault: str) -> None:
+    """Unusual but readable headers must not fail the check, because that would restart a working service."""
     why = await run_check(saying(answer, after=b"\r\n\r\n"), HTTP)
 
     assert fault in why if fault else why == ""
 
 
-async def test_http_check_reads_a_page_without_a_length() -> None:
-    """A page without a length ends when the server closes the connection. As in monit, its checksum is not compared.
-
-    A timeout of zero selects the default timeout.
-    """
+async def test_http_check_reads_a_response_without_a_content_length() -> None:
     text = b"HTTP/1.1 200 OK\r\n\r\nhello"
     slow = saying(*[bytes([byte]) for byte in text], after=b"\r\n\r\n")
 

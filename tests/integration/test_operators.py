@@ -35,10 +35,6 @@ def started(instance: RunningAgent, *words: str) -> tuple[process.Process, Path]
 
 
 async def test_status_and_probes_report_running_and_stopped_processes(instance: RunningAgent) -> None:
-    """If the output goes to a pipe, the table is plain text. With ``--json``, the output is JSON.
-
-    A process that an operator has stopped is shown as stopped, although another state is reported to the Director.
-    """
     code, page = await instance.execute("status")
     assert code == 0
     assert "\x1b" not in page
@@ -72,7 +68,6 @@ async def test_status_and_probes_report_running_and_stopped_processes(instance: 
 
 
 async def test_job_log_lines_appear_in_the_agent_output_with_job_logs(instance: RunningAgent) -> None:
-    """Each line of a job's log becomes a JSON object."""
     log = instance.base / "sys/log/job0/own.log"
     log.write_text("said by a job\n")
 
@@ -95,7 +90,6 @@ async def test_status_watch_runs_until_interrupted_even_without_an_agent(instanc
 
 
 async def test_status_watch_keeps_the_terminal_scrollback(instance: RunningAgent) -> None:
-    """The command uses the terminal's alternate screen, and prints no more lines than fit on it."""
     master, slave = os.openpty()
     try:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 8, 40, 0, 0))
@@ -127,11 +121,8 @@ async def test_status_watch_keeps_the_terminal_scrollback(instance: RunningAgent
     assert max(page.count(b"\n") for page in drawn.split(b"\x1b[H")) == 7
 
 
-async def test_logs_command_shows_the_logs_of_a_job_and_of_the_agent(instance: RunningAgent) -> None:
-    """The agent's log is read from the same file that ``bosh logs`` fetches.
-
-    SIGUSR1 and SIGUSR2 change the log level.
-    """
+async def test_logs_command_shows_job_logs_and_the_agents_log(instance: RunningAgent) -> None:
+    """The agent's log is read from the same file that ``bosh logs`` fetches."""
     log = instance.base / "data/sys/log/job-0/web.stdout.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("begun\n")
@@ -164,9 +155,6 @@ async def test_logs_command_shows_the_logs_of_a_job_and_of_the_agent(instance: R
 
 
 async def test_operator_actions_are_audited_with_the_calling_process(instance: RunningAgent) -> None:
-    """Operators' actions get the same audit lines as requests over the bus. Queries such as ``status`` are not
-    audited.
-    """
     orders = [("restart", "all"), ("call", "info"), ("stop", "nonexistent"), ("status",)]
     commands = [started(instance, *words)[0] for words in orders]
     async with asyncio.timeout(30):

@@ -69,7 +69,7 @@ async def test_orderly_stop_aborts_a_drain_that_exceeds_the_grace_period(world: 
     pid = int((world.paths.run / "slow/slow.pid").read_text())
 
     stop = OrderlyStop(2)
-    async with asyncio.timeout(60):  # much less than the 1000 s that the drain script requests
+    async with asyncio.timeout(60):  # This is much less than the 1000 s that the drain script requests.
         await stop.run(world.agent)
         await until(lambda: not Path(f"/proc/{pid}").exists())
 
@@ -78,8 +78,8 @@ async def test_orderly_stop_aborts_a_drain_that_exceeds_the_grace_period(world: 
 
 
 async def test_orderly_stop_does_not_drain_jobs_that_the_director_stopped(world: LocalAgent) -> None:
-    """A drain script may wait for a process that has already been stopped. For example, the drain script of a Director
-    would wait for its stopped database until the grace period is over.
+    """A drain script may wait for a process that has already been stopped. For example, a Director's drain script would
+    wait for its stopped database until the grace period is over.
     """
     await started(world, web=traced(world, "web", "echo 0\n"))
     await world.value("stop")
@@ -91,10 +91,8 @@ async def test_orderly_stop_does_not_drain_jobs_that_the_director_stopped(world:
     assert not (world.paths.base / "trace").exists()
 
 
-async def test_process_ended_by_a_drain_script_is_not_restarted(world: LocalAgent) -> None:
-    """The drain scripts of many releases terminate the job's process themselves. The agent must not treat this as a
-    crash.
-    """
+async def test_process_killed_by_a_drain_script_is_not_restarted(world: LocalAgent) -> None:
+    """In many releases, the drain script terminates the job's process itself. This must not be treated as a crash."""
     gate = world.paths.base / "gate"
     drain = f"kill $(cat {world.paths.run}/web/web.pid)\nwhile [ ! -e {gate} ]; do sleep 0.02; done\necho 0\n"
     await started(world, web={**jobs.sleeper(world.paths, "web"), "bin/drain": f"#!/bin/sh\n{drain}"})
@@ -112,7 +110,7 @@ async def test_process_ended_by_a_drain_script_is_not_restarted(world: LocalAgen
 DEAF = "trap '' TERM; echo $$ >$pidfile; while :; do sleep 0.1; done"
 
 
-async def test_orderly_stop_that_kills_processes_names_them_and_is_unclean(
+async def test_orderly_stop_that_has_to_kill_processes_is_unclean_and_names_them(
     world: LocalAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent_shim.supervisor.supervisor.KILL_SHARE", 0.05)
@@ -124,9 +122,9 @@ async def test_orderly_stop_that_kills_processes_names_them_and_is_unclean(
     assert stop.reasons == ["killed because the time was up: web"]
 
 
-async def test_orderly_stop_ends_processes_outside_all_groups(world: LocalAgent) -> None:
-    """Processes outside the group vcap must be stopped as well. The Director does not see them, but its start request
-    starts them, as monit's reload would.
+async def test_orderly_stop_stops_services_without_a_group(world: LocalAgent) -> None:
+    """The Director does not see services outside the vcap group, but its start request starts them, as monit's reload
+    would.
     """
     pidfiles = {name: world.paths.run / f"{name}/{name}.pid" for name in ("drained", "stopped")}
     files = {name: jobs.sleeper(world.paths, name) for name in pidfiles}
@@ -162,7 +160,7 @@ async def test_second_signal_shortens_the_orderly_stop(world: LocalAgent) -> Non
     assert not Path(f"/proc/{pid}").exists()
 
 
-async def test_state_changing_actions_are_refused_while_the_container_ends(world: LocalAgent) -> None:
+async def test_state_changing_actions_are_refused_while_the_container_shuts_down(world: LocalAgent) -> None:
     world.dispatcher.refusing = "the container ends"
 
     assert await world.error("apply", {}) == "Action Failed apply: cannot run apply: the container ends"
@@ -171,7 +169,7 @@ async def test_state_changing_actions_are_refused_while_the_container_ends(world
 
 
 def test_termination_log_is_overwritten_but_never_created(tmp_path: Path) -> None:
-    """In a pod, Kubernetes mounts this file. Other container runtimes do not provide it."""
+    """Kubernetes mounts this file into each container. Outside Kubernetes, it does not exist."""
     log = tmp_path / "termination-log"
     write_termination_log("agent-shim: all jobs stopped in order\n", log)
     assert not log.exists()

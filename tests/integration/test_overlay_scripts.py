@@ -1,4 +1,5 @@
-"""The overlay's shell scripts, run in a scratch directory with recorders in place of the programs that they call.
+"""The overlay's shell scripts, run in a scratch directory. The programs that they call are replaced by stand-ins that
+record the calls.
 
 The root tests run the scripts with the real init, cron and agent, and the image tests run them as PID 1.
 """
@@ -41,7 +42,7 @@ def top(tmp_path: Path) -> Path:
 
 
 def recorder(place: Path, body: str = "") -> None:
-    """Create a program that appends its name and arguments to the file ``told`` in the scratch directory and then runs
+    """Create a program that appends its name and arguments to the ``told`` file in the scratch directory and then runs
     ``body``.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +98,7 @@ def test_launch_script_executes_the_agent_or_the_init_depending_on_its_name(
 # --- the init ---------------------------------------------------------------------------------------------------------
 
 
-def test_init_sets_up_services_and_signal_handlers_and_passes_few_variables(top: Path) -> None:
+def test_init_sets_up_services_and_signal_handlers_and_passes_few_environment_variables(top: Path) -> None:
     home, bosh = top / "opt/agent_shim", top / "var/vcap/bosh"
     recorder(home / "s6/bin/s6-svscan", "env")
     bosh.rmdir()
@@ -157,7 +158,7 @@ def test_stop_script_waits_for_a_restarting_agent_and_records_its_exit(
     assert (top / "exit_code").read_text() == f"{code}\n"
 
 
-def test_stop_script_uses_the_grace_period_of_agent_json_if_no_variable_is_set(top: Path) -> None:
+def test_stop_script_uses_the_grace_period_in_agent_json_if_no_variable_is_set(top: Path) -> None:
     recorder(top / "opt/agent_shim/bin/agent-shim")
     recorder(top / "tools/s6-svscanctl")
 
@@ -167,7 +168,7 @@ def test_stop_script_uses_the_grace_period_of_agent_json_if_no_variable_is_set(t
 
 
 @pytest.mark.parametrize(("noted", "code"), [("0\n", 0), ("1\n", 1), (None, 1)])
-def test_container_exits_with_the_recorded_exit_code_of_the_drain(top: Path, noted: str | None, code: int) -> None:
+def test_container_exits_with_the_drains_recorded_exit_code(top: Path, noted: str | None, code: int) -> None:
     if noted is not None:
         (top / "exit_code").write_text(noted)
 
@@ -229,7 +230,7 @@ def test_dhcp_service_requests_addresses_for_interfaces_that_have_none(
 
 
 def test_dhcp_service_stays_down_if_all_interfaces_have_addresses(top: Path) -> None:
-    """Usually the container runtime has configured the network."""
+    """Usually, the container runtime has already configured the network."""
     lxd_interfaces(top, "eth?")
     run(top / "opt/agent_shim/services/dhcp/run", cwd=top)
 
@@ -321,8 +322,8 @@ def test_resolvectl_puts_link_name_servers_first_until_reverted(top: Path, comma
 
 
 def test_resolvectl_lists_name_servers_and_replaces_a_resolv_conf_link(top: Path) -> None:
-    """A normal resolv.conf is changed in place, because it may be a mount. A link is replaced with a file, because the
-    target of the link belongs to systemd-resolved and does not exist in a container.
+    """A normal resolv.conf must be changed in place, because it may be a mount. The target of a link belongs to
+    systemd-resolved and does not exist in a container.
     """
     resolvectl, file = top / "opt/agent_shim/stand-ins/resolvectl", top / "etc/resolv.conf"
     file.write_text(BEFORE)

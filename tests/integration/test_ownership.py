@@ -1,4 +1,4 @@
-"""Jobs that try to make the agent kill processes of other jobs, or to keep their own processes from being killed."""
+"""Jobs that try to make the agent kill other jobs' processes, or to keep their own processes from being killed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,8 @@ def world(world: JobTree) -> JobTree:
 WAITS = "echo begun >>$log; until [ -s {victim} ]; do sleep 0.02; done; cp {victim} $pidfile; " + LASTING
 
 
-@pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_new_pidfile_naming_a_foreign_process_is_ignored(world: JobTree) -> None:
-    """The agent did not start the process that the pidfile names, so this process survives the stop.
-
-    The service is reported as not running, with the reason.
-    """
+@pytest.mark.attack("a job writes the pid of a root process or of another job's process into its pidfile")
+async def test_new_pidfile_naming_a_process_started_elsewhere_is_ignored(world: JobTree) -> None:
     victim, go = world.base / "victim", world.base / "go"
     outside = f"until [ -e {go} ]; do sleep 0.02; done; sleep 600 & echo $! >{victim}; wait"
     parent = foreign("/bin/sh", "-c", outside, TEST_OF=str(world.base), PATH="/bin:/usr/bin")
@@ -48,8 +44,8 @@ async def test_new_pidfile_naming_a_foreign_process_is_ignored(world: JobTree) -
         assert is_alive(parent)
 
 
-@pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_pidfile_naming_a_process_of_the_agent_is_ignored(world: JobTree) -> None:
+@pytest.mark.attack("a job writes the pid of a root process or of another job's process into its pidfile")
+async def test_pidfile_naming_one_of_the_agents_processes_is_ignored(world: JobTree) -> None:
     """If the agent trusted the pidfile, a job could make it kill its own sshd, scripts or workers."""
     victim = world.base / "victim"
     async with world.supervising(world.job("web", WAITS.format(victim=victim), "exit 0", timeout=1)) as supervisor:
@@ -63,7 +59,7 @@ async def test_pidfile_naming_a_process_of_the_agent_is_ignored(world: JobTree) 
         assert own.is_alive
 
 
-@pytest.mark.attack("a job names a process of root or of another job in its pidfile")
+@pytest.mark.attack("a job writes the pid of a root process or of another job's process into its pidfile")
 async def test_pidfile_naming_a_keeper_is_ignored(world: JobTree) -> None:
     """Even the service's own keeper is not accepted as its process, because a new keeper could happen to have the pid
     in an old pidfile.
@@ -76,9 +72,9 @@ async def test_pidfile_naming_a_keeper_is_ignored(world: JobTree) -> None:
         await supervisor.stop(wait=True)
 
 
-@pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_pidfile_naming_a_process_of_another_job_is_ignored(world: JobTree) -> None:
-    """The process of the other job has no environment, so only its keeper shows which job it belongs to."""
+@pytest.mark.attack("a job writes the pid of a root process or of another job's process into its pidfile")
+async def test_pidfile_naming_another_jobs_process_is_ignored(world: JobTree) -> None:
+    """The other job's process has no environment, so only its keeper shows which job it belongs to."""
     victim = world.base / "victim"
     start = "echo $$ >$pidfile; exec env -i PATH=/bin:/usr/bin sleep 600"
     liar = world.job("liar", WAITS.format(victim=victim), "exit 0", timeout=3)
@@ -90,7 +86,7 @@ async def test_pidfile_naming_a_process_of_another_job_is_ignored(world: JobTree
         pid = (await in_state(supervisor, "web", "running")).pid
         victim.write_text(f"{pid}\n")
         # Wait for this reason and not just for the state "down". On a slow machine, the start of ``liar`` may time out
-        # before it reads the victim's pid, so only a later start writes that pid into the pidfile.
+        # before ``liar`` reads the victim's pid, so only a later start writes that pid into the pidfile.
         refused = f"the pidfile names process {pid} (sleep): it belongs to web"
         await until(lambda: refused in info(supervisor, "liar").reason)
         await supervisor.stop_one("liar")
@@ -102,10 +98,9 @@ async def test_pidfile_naming_a_process_of_another_job_is_ignored(world: JobTree
 
 @pytest.mark.attack("a job hides a process so that stopping the job misses it")
 @pytest.mark.parametrize("name", ["", "\\rUid:\\t0"])
-async def test_stop_ends_hidden_daemons_of_the_job_only(world: JobTree, name: str) -> None:
-    """The daemon has forked twice, left its session, cleared its environment, and has no pidfile.
-
-    Its name may contain a line break that forges a user in /proc/PID/status.
+async def test_stop_kills_a_hidden_daemon_but_not_another_jobs_processes(world: JobTree, name: str) -> None:
+    """The daemon was double-forked, has left its session and cleared its environment, and has no pidfile. Its name may
+    contain a line break that forges a user in /proc/PID/status.
     """
     child = world.base / "child"
     start = f"exec {program('escape.py', '$pidfile', child)} '' '{name}'"
@@ -125,7 +120,7 @@ async def test_stop_ends_hidden_daemons_of_the_job_only(world: JobTree, name: st
 @pytest.mark.attack("a job forks faster than its processes can be killed")
 @pytest.mark.parametrize("how", ["", "setsid", "setsid wipe"])
 @pytest.mark.parametrize("whose", ["of this agent", "of an earlier agent"])
-async def test_stop_ends_a_process_that_forks_endlessly(world: JobTree, how: str, whose: str) -> None:
+async def test_stop_kills_a_process_that_forks_endlessly(world: JobTree, how: str, whose: str) -> None:
     counter = world.base / "counter"
     storm = f"setsid perl {Path(argv('storm.pl')[1])} {counter} {how}"
     jobs = [world.job("web", f"{storm} & echo $$ >$pidfile; {LASTING}")]
@@ -142,14 +137,14 @@ async def test_stop_ends_a_process_that_forks_endlessly(world: JobTree, how: str
                 await supervisor.stop(wait=True)
 
         at = count(counter)
-        await asyncio.sleep(0.3)  # long enough for hundreds of forks, if the process still ran
+        await asyncio.sleep(0.3)  # This is long enough for hundreds of forks if the process were still running.
         assert count(counter) == at
     finally:
         counter.unlink(missing_ok=True)
 
 
 @pytest.mark.attack("a job forks faster than its processes can be killed")
-async def test_zombies_of_one_job_do_not_prevent_another_job_from_stopping(world: JobTree) -> None:
+async def test_one_jobs_zombies_do_not_prevent_another_job_from_stopping(world: JobTree) -> None:
     jobs = [world.job("web"), world.job("noise", f"{program('keep_zombies.py')} & echo $! >$pidfile")]
     async with world.supervising(*jobs) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -173,8 +168,8 @@ def count(path: Path) -> int:
 
 
 @pytest.mark.attack("a job hides a process so that stopping the job misses it")
-async def test_stop_ends_a_process_whose_main_thread_has_exited(world: JobTree) -> None:
-    """The kernel shows such a process as a zombie although its other threads are running."""
+async def test_stop_kills_a_process_whose_main_thread_has_exited(world: JobTree) -> None:
+    """The kernel shows such a process as a zombie even though its other threads are running."""
     async with world.supervising(world.job("web", f"exec {program('leaderless.py', '$pidfile')}")) as supervisor:
         pid = (await in_state(supervisor, "web", "running")).pid
         pidfd = os.pidfd_open(pid)
@@ -187,8 +182,8 @@ async def test_stop_ends_a_process_whose_main_thread_has_exited(world: JobTree) 
 
 
 @pytest.mark.attack("a job hides a process so that stopping the job misses it")
-async def test_stop_ends_processes_below_a_subreaper_of_the_job(world: JobTree) -> None:
-    """Orphans of the job are reparented to its subreaper first, and to the agent's keeper only when the subreaper
+async def test_stop_kills_processes_below_the_jobs_subreaper(world: JobTree) -> None:
+    """The job's orphans are reparented to its subreaper first, and to the agent's keeper only when the subreaper
     exits.
     """
     child = world.base / "child"
@@ -204,7 +199,7 @@ async def test_stop_ends_processes_below_a_subreaper_of_the_job(world: JobTree) 
         assert not is_alive(pid)
 
 
-async def test_processes_left_by_a_killed_daemon_are_ended_before_its_next_start(world: JobTree) -> None:
+async def test_processes_left_by_a_killed_daemon_are_killed_before_its_next_start(world: JobTree) -> None:
     child = world.base / "child"
     job = world.job("web", f"echo start >>$log; setsid sleep 600 & echo $! >{child}; echo $$ >$pidfile; {LASTING}")
     async with world.supervising(job) as supervisor:
@@ -236,9 +231,6 @@ async def test_stop_needs_no_descriptor_per_process(world: JobTree) -> None:
 async def test_service_counts_as_running_while_the_agent_has_no_free_descriptor(
     world: JobTree, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The agent must not assume that the process has exited: it does not restart the service, and a stop does not
-    report success.
-    """
     start = f"echo start >>$log; echo $$ >$pidfile; {LASTING}"
     job = world.job("web", start, "kill $(cat $pidfile)", "if totalmem > 10 GB then restart")
     async with world.supervising(job) as supervisor:

@@ -1,5 +1,5 @@
-"""Pidfiles that contain no valid pid although the process runs. Like monit, the agent then runs the start program
-again.
+"""Pidfiles that contain no valid pid even though the process is running. In this case, the agent runs the start program
+again, as monit does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ COUNTED = f"echo start >>$log; echo $$ >$pidfile; {LASTING}"
 
 @pytest.mark.parametrize("text", ["", "0\n", "-1\n", "abc\n", "99999999999999\n", "4194304\n", None])
 async def test_invalid_pidfile_restarts_the_service(world: JobTree, text: str | None) -> None:
-    """The old process is killed once the new one is running."""
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
         if text is None:
@@ -58,9 +57,7 @@ async def test_invalid_pidfile_restarts_the_service(world: JobTree, text: str | 
 
 
 async def test_start_after_an_invalid_pidfile_may_keep_the_running_process(world: JobTree) -> None:
-    """If the process is already running, the start program of cf-rabbitmq-release does not start it again but only
-    writes its pid.
-    """
+    """If the process is already running, cf-rabbitmq-release's start program only writes its pid."""
     start = "echo start >>$log; if [ -e $log.pid ]; then cp $log.pid $pidfile; "
     start += f"else echo $$ | tee $log.pid >$pidfile; {LASTING}; fi"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -74,10 +71,8 @@ async def test_start_after_an_invalid_pidfile_may_keep_the_running_process(world
         assert not is_alive(before)
 
 
-async def test_second_start_after_an_invalid_pidfile_ends_the_old_process(world: JobTree) -> None:
-    """The first start fails if the old process still holds a port or a lock, so the agent kills the old process before
-    it tries again.
-    """
+async def test_second_start_after_an_invalid_pidfile_kills_the_old_process(world: JobTree) -> None:
+    """The first start fails if the old process still holds a port or a lock."""
     start = f"echo start >>$log; exec 9>$log.lock; flock -n 9 || exit 1; echo $$ >$pidfile; {LASTING}"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -89,7 +84,7 @@ async def test_second_start_after_an_invalid_pidfile_ends_the_old_process(world:
         await supervisor.stop(wait=True)
 
 
-async def test_foreign_pid_in_the_pidfile_of_a_running_service_is_ignored(world: JobTree) -> None:
+async def test_unrelated_pid_in_a_running_services_pidfile_is_ignored(world: JobTree) -> None:
     stranger = foreign("/bin/sleep", 600, TEST_OF=str(world.base))
     async with world.supervising(world.job("web", COUNTED, "exit 0")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -101,8 +96,7 @@ async def test_foreign_pid_in_the_pidfile_of_a_running_service_is_ignored(world:
         assert is_alive(stranger)
 
 
-async def test_pidfile_that_is_empty_for_a_moment_causes_no_restart(world: JobTree) -> None:
-    """The agent reads the file a second time before it acts. By then, the file contains the pid again."""
+async def test_momentarily_empty_pidfile_causes_no_restart(world: JobTree) -> None:
     world.timing = replace(world.timing, cycle=600, look=0.5)
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -118,8 +112,7 @@ async def test_pidfile_that_is_empty_for_a_moment_causes_no_restart(world: JobTr
         await supervisor.stop(wait=True)
 
 
-async def test_restarted_agent_ends_a_process_with_an_invalid_pidfile(world: JobTree) -> None:
-    """The process still belongs to the service, so it must exit before its successor starts."""
+async def test_restarted_agent_replaces_a_process_whose_pidfile_is_missing(world: JobTree) -> None:
     async with world.supervising(world.job("web", COUNTED)) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
         supervisor.hold()

@@ -1,4 +1,4 @@
-"""Reading /proc of processes that are hard to read, which must neither block the agent nor exhaust its memory."""
+"""Processes whose /proc entries are hard to read must neither block the agent nor exhaust its memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ async def test_process_arguments_are_read_up_to_a_limit(tmp_path: Path) -> None:
     await huge.terminate(1)
 
 
-def test_process_that_blocks_proc_reads_is_skipped_until_the_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent reads the other processes, and does not try to read the blocked one again before the first read has
-    ended.
-    """
+def test_process_that_blocks_proc_reads_is_skipped_until_the_read_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proc, "READ_TIMEOUT_S", 0.2)
     let_go = threading.Event()
     looked_at = []
@@ -44,10 +41,7 @@ def test_process_that_blocks_proc_reads_is_skipped_until_the_read_ends(monkeypat
         assert time.monotonic() < deadline
 
 
-def test_number_of_blocked_proc_readers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a thousand processes block their readers, the agent uses only a few threads for them and leaves out the data
-    of the remaining processes.
-    """
+def test_number_of_threads_blocked_by_proc_reads_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proc, "READ_TIMEOUT_S", 0.05)
     let_go = threading.Event()
     before = threading.active_count()
@@ -61,8 +55,7 @@ def test_number_of_blocked_proc_readers_is_bounded(monkeypatch: pytest.MonkeyPat
         time.sleep(0.01)
 
 
-def test_files_in_use_are_reported(tmp_path: Path) -> None:
-    """Of the open files, only those with one of the requested paths on one of the given devices are reported."""
+def test_open_files_with_a_requested_path_and_device_are_reported(tmp_path: Path) -> None:
     opened = tmp_path / "opened"
     with opened.open("w"):
         found = proc.uses([os.getpid()], lambda path: path == str(opened), {tmp_path.stat().st_dev})

@@ -29,8 +29,9 @@ SH = "/bin/sh"
 
 @pytest.fixture
 def env(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Provide an environment with a variable that identifies the processes of this test. Those that remain after the
-    test are killed.
+    """Provide an environment with a variable that identifies this test's processes.
+
+    Processes that remain after the test are killed.
     """
     yield {"PATH": "/bin:/usr/bin", "TEST_OF": str(tmp_path)}
     end_marked("TEST_OF", str(tmp_path))
@@ -41,7 +42,6 @@ def shell(script: str) -> list[str]:
 
 
 async def test_process_exit_code_is_reported_to_all_waiters(env: dict[str, str]) -> None:
-    """A caller may start waiting before or after the exit. Processes for which nobody waits are reaped as well."""
     child = process.spawn(shell("exit 7"), env=env)
 
     assert await child.wait() == 7
@@ -51,9 +51,7 @@ async def test_process_exit_code_is_reported_to_all_waiters(env: dict[str, str])
 
 
 async def test_exited_processes_free_their_descriptors(env: dict[str, str]) -> None:
-    """Each process needs a descriptor only until it exits. Releasing the process must not close the same descriptor
-    number once it belongs to a later process.
-    """
+    """Releasing a process must not close its former descriptor number if the number now belongs to a later process."""
     before = _descriptors()
     children = [process.spawn(shell("exit 0"), env=env) for _ in range(10)]
     released = process.spawn(["/bin/sleep", "600"], env=env)
@@ -80,7 +78,6 @@ def _descriptors() -> int:
 async def test_failed_spawn_names_the_program_and_the_reason(
     arguments: list[str], options: dict[str, str], text: str, number: int | None
 ) -> None:
-    """The exception also has the errno."""
     with pytest.raises(HostError) as caught:
         process.spawn(arguments, env={}, **options)  # type: ignore[arg-type]
 
@@ -92,14 +89,14 @@ async def test_failed_spawn_names_the_program_and_the_reason(
     ("text", "mode", "why", "number"),
     [
         (None, 0, "No such file or directory", errno.ENOENT),
-        (None, 0o755, "Permission denied", errno.EACCES),  # this creates a directory
+        (None, 0o755, "Permission denied", errno.EACCES),  # with a mode but no text, the path is a directory
         ("#!/bin/sh\n", 0o644, "Permission denied", errno.EACCES),
         ("#!/no/such/interpreter -e\n", 0o755, "the interpreter that it names is missing", errno.ENOENT),
         ("#!\t/no/such/interpreter\n", 0o755, "the interpreter that it names is missing", errno.ENOENT),
         ("echo no first line\n", 0o755, "Exec format error", errno.ENOEXEC),
     ],
 )
-async def test_spawn_of_a_non_executable_file_fails_immediately(
+async def test_spawning_a_non_executable_file_fails_immediately(
     env: dict[str, str], tmp_path: Path, text: str | None, mode: int, why: str, number: int
 ) -> None:
     program = tmp_path / "program"
@@ -113,14 +110,10 @@ async def test_spawn_of_a_non_executable_file_fails_immediately(
     assert caught.value.errno == number
 
 
-@pytest.mark.attack("a job tricks root into writing a script's output through a link or a hard link")
+@pytest.mark.attack("a job tricks root into writing a script's output through a symlink or a hard link")
 async def test_process_output_is_appended_to_a_regular_file_without_hard_links(
     env: dict[str, str], tmp_path: Path
 ) -> None:
-    """Other users cannot read the file.
-
-    The agent refuses to write to symbolic links, to files with hard links, and to pipes, even if the pipe has a reader.
-    """
     log = tmp_path / "log"
     for _ in range(2):
         await process.spawn(shell("echo out; echo err >&2"), env=env, stdout=log, stderr=log).wait()
@@ -142,9 +135,6 @@ async def test_process_output_is_appended_to_a_regular_file_without_hard_links(
 
 
 async def test_spawned_process_has_the_requested_context(env: dict[str, str], tmp_path: Path) -> None:
-    """The process gets the requested working directory and environment, umask 022, an empty stdin, and its own session
-    and process group.
-    """
     script = "pwd; umask; cat | wc -c; ps -o pgid=,sid= -p $$; tr '\\0' '\\n' </proc/$$/environ"
     out = tmp_path / "out"
     env |= {"no.name-of-a-shell": "1"}
@@ -181,7 +171,7 @@ asyncio.run(main())
 """
 
 
-def test_spawned_process_gets_the_original_limit_of_open_files(tmp_path: Path) -> None:
+def test_spawned_process_gets_the_original_limit_on_open_files(tmp_path: Path) -> None:
     """Programs that use ``select`` fail with more than 1024 open files, so they must not inherit the limit that the
     agent has raised for itself.
     """
@@ -225,9 +215,9 @@ asyncio.run(main())
 
 
 @pytest.mark.attack("a job joins the process group of another script, a worker or sshd")
-async def test_process_cannot_join_the_group_of_a_spawned_program(env: dict[str, str], tmp_path: Path) -> None:
-    """If a process that an earlier script left behind joined the process group of root's script, it would receive the
-    signals that the agent sends to this group.
+async def test_process_cannot_join_a_spawned_programs_process_group(env: dict[str, str], tmp_path: Path) -> None:
+    """If it could join, a process that an earlier script left behind could receive the signals that the agent sends to
+    a root script's process group.
     """
     victim = process.spawn(["/bin/sleep", "600"], env=env)
     joining = f"import os; os.setpgid(0, {victim.pid})"
@@ -285,9 +275,7 @@ async def test_terminate_sends_sigterm_before_sigkill(
 
 
 async def test_terminate_kills_the_rest_of_the_group_when_its_leader_exits(env: dict[str, str], tmp_path: Path) -> None:
-    """The other process in the group ignores SIGTERM. It is killed as soon as the leader has exited, although the grace
-    period is a minute.
-    """
+    """The other process ignores SIGTERM, and the grace period is a minute."""
     pidfile = tmp_path / "pid"
     leader = process.spawn(shell(f"sh {argv('ignore_term.sh')[-1]} {pidfile} & exec sleep 600"), env=env)
     member = await until(lambda: number_in(pidfile))
@@ -310,10 +298,7 @@ async def test_cancelled_terminate_kills_the_process(env: dict[str, str], tmp_pa
 async def test_process_group_is_signalled_only_until_its_leader_is_reaped(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A single call reaches all members of the group, even if they fork at the same time.
-
-    After the leader has been reaped, another process could have its pid.
-    """
+    """After the leader has been reaped, another process could have its pid."""
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "killpg", lambda *each: sent.append(each))
     child = process.spawn(shell("exit 0"), env=env)
@@ -328,7 +313,6 @@ async def test_process_group_is_signalled_only_until_its_leader_is_reaped(
 
 @pytest.mark.attack("a job exits so that its process id is reused between the check and the signal")
 async def test_signal_never_reaches_another_process_with_the_same_pid(env: dict[str, str]) -> None:
-    """A pid may be reused after its process has exited, so the agent identifies processes by pid and start time."""
     child = process.spawn(["/bin/sleep", "600"], env=env)
 
     assert not process.reap(child.pid)
@@ -345,7 +329,7 @@ async def test_signal_never_reaches_another_process_with_the_same_pid(env: dict[
 
 
 @pytest.mark.parametrize("how", ["signal", "terminate"])
-async def test_terminate_of_an_adopted_process_spares_its_group(env: dict[str, str], tmp_path: Path, how: str) -> None:
+async def test_terminating_an_adopted_process_spares_its_group(env: dict[str, str], tmp_path: Path, how: str) -> None:
     """The adopted process is a member of a process group that another process leads."""
     pidfile = tmp_path / "pid"
     leader = process.spawn(shell(f"sh {argv('ignore_term.sh')[-1]} {pidfile} & exec sleep 600"), env=env)
@@ -362,8 +346,7 @@ async def test_terminate_of_an_adopted_process_spares_its_group(env: dict[str, s
     await leader.terminate(1)
 
 
-async def test_adoption_returns_none_unless_the_process_lives(env: dict[str, str]) -> None:
-    """The result is None if the process has exited, is a zombie, or has another start time."""
+async def test_adoption_returns_none_unless_the_process_is_alive(env: dict[str, str]) -> None:
     child = process.spawn(shell("exec sleep 600"), env=env)
     again = process.adopt(child.pid, child.start_ticks)
 
@@ -380,8 +363,10 @@ async def test_adoption_returns_none_unless_the_process_lives(env: dict[str, str
     assert process.adopt(child.pid) is None
 
 
-async def test_exit_status_of_an_adopted_process_is_known_from_kernel_6_15(env: dict[str, str], tmp_path: Path) -> None:
-    """Older kernels report an exit status only for children, so the status of an adopted process is None."""
+async def test_exit_status_of_an_adopted_process_is_known_on_kernel_6_15_and_later(
+    env: dict[str, str], tmp_path: Path
+) -> None:
+    """Older kernels report an exit status only for children."""
     pidfile = tmp_path / "pid"
     script = f"sh -c 'echo $$ >{pidfile}; while [ ! -e {pidfile}.go ]; do sleep 0.01; done; exit 5' & wait"
     parent = process.spawn(shell(script), env=env)
@@ -399,11 +384,9 @@ def _kernel() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-async def test_reaper_loses_no_exit_status_of_children(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forty children exit at the same time. Every exit code is reported, although the SIGCHLD handler also reaps
-    children.
-    """
-    # Simulate a kernel that does not report the status of a process after it was reaped.
+async def test_reaper_loses_no_child_exit_status(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SIGCHLD handler reaps children as well, so a status could be lost."""
+    # Simulate a kernel that does not report a process's status after it has been reaped.
     monkeypatch.setattr(fcntl, "ioctl", Mock(side_effect=OSError))
     with reaper.reaping():
         children = [process.spawn(shell(f"exit {number}"), env=env) for number in range(40)]
@@ -413,7 +396,7 @@ async def test_reaper_loses_no_exit_status_of_children(env: dict[str, str], monk
 
 
 async def test_orphan_is_reparented_to_the_agent_and_reaped(env: dict[str, str], tmp_path: Path) -> None:
-    """A daemon that has forked twice becomes a child of the agent, so the agent can read its exit status."""
+    """This lets the agent read the exit status of a double-forked daemon."""
     pidfile = tmp_path / "pid"
     with reaper.reaping():
         assert await process.spawn(argv("fork_twice.py", pidfile), env=env).wait() == 0
@@ -430,9 +413,7 @@ async def test_orphan_is_reparented_to_the_agent_and_reaped(env: dict[str, str],
 async def test_processes_are_managed_without_pidfd(
     env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On old kernels or with a strict seccomp profile, pidfds are not available, so the agent uses start times and
-    polling.
-    """
+    """On old kernels or with a strict seccomp profile, the agent uses start times and polling instead of pidfds."""
 
     def refuse(pid: int) -> int:
         raise OSError(errno.ENOSYS, "Function not implemented")
@@ -454,8 +435,8 @@ async def test_processes_are_managed_without_pidfd(
 
 
 def test_spawned_process_does_not_inherit_ignored_signals(tmp_path: Path) -> None:
-    """The agent may have been started by a program such as nohup, which makes it ignore or block signals. A job that
-    inherited this could not be interrupted.
+    """The agent may have been started by a program such as nohup that makes it ignore or block signals. A job that
+    inherited these settings could not be interrupted.
     """
     program = """
 import os, signal, subprocess

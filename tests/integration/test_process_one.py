@@ -45,12 +45,9 @@ def _pid_of(pidfd: int) -> int:
 
 
 @pytest.mark.parametrize("stop", ["echo stop >>$log; rm $pidfile", "echo stop >>$log", None])
-async def test_job_whose_pidfile_names_pid_1_runs_and_stops(
+async def test_job_whose_pidfile_names_pid_1_can_be_started_and_stopped(
     world: JobTree, signalled: list[int], stop: str | None
 ) -> None:
-    """The job can be started again even if a stop has left its pidfile behind. The memory and CPU usage of PID 1 are
-    not reported as those of the job.
-    """
     stops = ["stop"] if stop else []
     async with world.supervising(world.job("rules", START, stop)) as supervisor:
         found = await in_state(supervisor, "rules", "running")
@@ -67,7 +64,7 @@ async def test_job_whose_pidfile_names_pid_1_runs_and_stops(
         await supervisor.stop(wait=True)
 
 
-async def test_stop_of_a_job_whose_pidfile_names_pid_1_waits_only_for_the_stop_program(world: JobTree) -> None:
+async def test_stopping_a_job_whose_pidfile_names_pid_1_waits_only_for_the_stop_program(world: JobTree) -> None:
     world.timing = replace(world.timing, stop=600.0)
     async with world.supervising(world.job("rules", START, "echo stop >>$log", timeout=600)) as supervisor:
         await in_state(supervisor, "rules", "running")
@@ -103,8 +100,8 @@ async def test_restarted_agent_reports_a_job_whose_pidfile_names_pid_1_as_runnin
         await supervisor.stop(wait=True)
 
 
-async def test_pid_1_in_a_pidfile_older_than_the_start_is_ignored(world: JobTree) -> None:
-    """The file was written in an earlier container, in which PID 1 may have been a process of the job."""
+async def test_stale_pidfile_that_names_pid_1_is_ignored(world: JobTree) -> None:
+    """The file was written in an earlier container, in which PID 1 may have been one of the job's processes."""
     job = world.job("rules", "echo start >>$log; exit 1", None)
     world.pidfile("rules").parent.mkdir(parents=True, exist_ok=True)
     world.pidfile("rules").write_text("1\n")

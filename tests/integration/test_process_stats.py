@@ -10,8 +10,7 @@ from tests.support.programs.jobs import JobTree, in_state, info
 from tests.support.waiting import until
 
 
-async def test_process_statistics_include_its_descendants(world: JobTree) -> None:
-    """The memory is the sum over the process and its children. All numbers have types that the CLI can decode."""
+async def test_process_statistics_include_descendants(world: JobTree) -> None:
     start = "sleep 600 & echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -20,14 +19,13 @@ async def test_process_statistics_include_its_descendants(world: JobTree) -> Non
         assert (told.name, told.state) == ("web", "running")
         assert type(told.uptime_secs) is int
         assert told.uptime_secs >= 0
-        # Wait until the child has executed its program, after which it uses as much memory as its parent.
+        # The child uses as much memory as its parent once it has become a sleep process, so wait for that.
         await until(lambda: supervisor.processes()[0].mem_kb > 1.5 * _stat(found.pid).resident_kb)
         assert 0 < told.mem_percent < 100
         assert 0 <= told.cpu_total <= 100
 
 
 async def test_memory_percentage_is_relative_to_the_container(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the container has a memory limit, 100 % means that limit."""
     monkeypatch.setattr(cgroups, "memory_total", lambda *_: 1 << 20)
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -37,7 +35,6 @@ async def test_memory_percentage_is_relative_to_the_container(world: JobTree, mo
 
 
 async def test_cpu_percentage_is_measured_since_the_last_query(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 % means all CPUs together. A busy process has a higher value than an idle one."""
     monkeypatch.setattr(process_stats, "MIN_SAMPLE_S", 0.05)
     busy = world.job("busy", "echo $$ >$pidfile; while :; do :; done", "kill -9 $(cat $pidfile)")
     async with world.supervising(busy, world.job("idle")) as supervisor:
@@ -59,7 +56,6 @@ def _stat(pid: int) -> proc.Stat:
 
 
 async def test_unmonitored_process_has_no_statistics(world: JobTree) -> None:
-    """As in monit, all statistics are zero. The pid is reported as long as the process runs."""
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()

@@ -1,5 +1,6 @@
-"""Tests with a real Prometheus (Debian package ``prometheus``). promtool accepts this project's files, and the alerting
-rules fire for real agents.
+"""A real Prometheus (Debian package ``prometheus``) with this project's files.
+
+promtool accepts the files, and the alerting rules fire for real agents.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    """Provide a directory with a short path, because the path of a socket in it may have at most 107 bytes."""
+    """Return a directory with a short path, because a socket path can have at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="scraped-", ignore_cleanup_errors=True) as name:
         yield Path(name)
 
@@ -69,7 +70,7 @@ def test_alerting_rules_pass_their_promtool_tests() -> None:
 
 
 def test_scrape_config_for_bosh_exporter_has_one_target_per_agent(scratch: Path) -> None:
-    """bosh_exporter lists an address once for each process, and also addresses of other deployments."""
+    """bosh_exporter lists an address once for each process, and includes other deployments' addresses."""
     for name in ("rules.yaml", "prometheus-bosh.yaml"):
         shutil.copy(DEPLOY / "prometheus" / name, scratch)
     found = [("mine", "web"), ("mine", "db"), ("other", "web")]
@@ -129,7 +130,7 @@ async def agent(scratch: Path, config: dict[str, Any], *prefix: str) -> AsyncIte
 
 
 def laid(scratch: Path, files: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """Write the files of these jobs. Return the configuration of an agent that deploys them."""
+    """Write these jobs' files. Return the configuration of an agent that deploys them."""
     for job, content in files.items():
         for name, text in content.items():
             path = scratch / "rendered/jobs" / job / name
@@ -140,8 +141,9 @@ def laid(scratch: Path, files: dict[str, dict[str, str]]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def prometheus(scratch: Path, targets: list[int]) -> AsyncIterator[int]:
-    """Run Prometheus with the project's rules, but with shorter waiting times and one scrape per second. Yield its
-    port.
+    """Run Prometheus with the project's rules, but with shorter waiting times and one scrape per second.
+
+    Yield its port.
     """
     rules = yaml.safe_load((DEPLOY / "prometheus/rules.yaml").read_text())
     for group in rules["groups"]:
@@ -215,7 +217,7 @@ async def until(port: int, wanted: tuple[str, str]) -> None:
 
 
 async def test_alerting_rules_fire_for_crash_loops_full_disks_and_old_certificates(scratch: Path) -> None:
-    """No other rules fire, except those that describe the same crash loop or disk in another way."""
+    """No other rule may fire unless it describes the same crash loop or disk in another way."""
     crashing, filling, ending = scratch / "crashing", scratch / "filling", scratch / "ending"
     dies = jobs.process(Paths(crashing / "vcap"), "dies", "echo $$ >$pidfile; sleep 0.3; exit 3", "true")
     fills = jobs.sleeper(Paths(filling / "vcap"), "fills")

@@ -1,5 +1,7 @@
-"""Quick tests of two important promises: a container stops its jobs in order, and a disk stays mounted until it is
-unmounted. The slow and root rings test them in detail.
+"""Quick tests of two important promises: when a container is stopped, its jobs are drained first, and a disk stays
+mounted until the Director unmounts it.
+
+The slow and root tests check both promises in detail.
 """
 
 from __future__ import annotations
@@ -22,13 +24,10 @@ FIRST_PROCESS = Path("tests/support/programs/first_process.py").resolve()
 
 @pytest.mark.parametrize("signals", [1, 2])
 async def test_container_stop_drains_jobs_and_a_second_signal_shortens_it(instance: RunningAgent, signals: int) -> None:
-    """After one signal, the container waits for the drain and exits with 0. A second signal makes it exit with 1
-    without waiting any longer.
-    """
     instance.command = shlex.join([sys.executable, str(FIRST_PROCESS), *shlex.split(COMMAND)[3:]])
     instance.write_settings()
     options = json.loads(instance.config.read_text())
-    options["AgentShim"]["grace"] = 1000  # so long that only a second signal can cut the drain short
+    options["AgentShim"]["grace"] = 1000  # This is so long that only a second signal can cut the drain short.
     instance.config.write_text(json.dumps(options))
     begun, may_end = instance.base / "data/begun", instance.scratch / "may-end"
     drain = f"#!/bin/sh\ntouch {begun}\nuntil test -e {may_end}; do sleep 0.05; done\ntouch {begun}.ended\necho 0\n"
@@ -56,8 +55,7 @@ async def test_container_stop_drains_jobs_and_a_second_signal_shortens_it(instan
     instance.agent = None
 
 
-async def test_disk_is_on_the_store_after_a_restart_until_unmounted(instance: RunningAgent) -> None:
-    """The store is a mount or, if the container may not mount, a link."""
+async def test_disk_stays_on_the_store_across_a_restart_until_it_is_unmounted(instance: RunningAgent) -> None:
     volume = instance.scratch / "volume"
     volume.mkdir()
     instance.write_settings()

@@ -1,4 +1,4 @@
-"""The reaper, which adopts and reaps orphans. ``test_process.py`` has further tests of it."""
+"""The reaper, which adopts and reaps orphans. ``test_process.py`` has further tests for it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def _is_subreaper() -> bool:
     return bool(answer.value)
 
 
-async def test_reaper_restores_process_state_when_its_block_ends() -> None:
-    """The subreaper flag and the SIGCHLD handler are set only inside the block."""
+async def test_reaper_restores_the_subreaper_flag_and_signal_handler_on_exit() -> None:
     with reaper.reaping():
         assert _is_subreaper()
         assert signal.getsignal(signal.SIGCHLD) is not signal.SIG_DFL
@@ -32,22 +31,18 @@ async def test_reaper_restores_process_state_when_its_block_ends() -> None:
 
 
 async def test_reaper_reaps_all_dead_children_including_earlier_ones() -> None:
-    """A single SIGCHLD may announce several exits, and children that exited before the block began cause no signal in
-    it.
-    """
+    """A single SIGCHLD may announce several exits, and earlier children exited before the signal handler was set."""
     children = [subprocess.Popen(["/bin/true"]) for _ in range(3)]  # noqa: ASYNC220 - it does not wait
     while any((found := proc.stat(child.pid)) and found.is_alive for child in children):
-        time.sleep(0.01)  # noqa: ASYNC251 - the loop must not turn
+        time.sleep(0.01)  # noqa: ASYNC251 - the loop must not run
     with reaper.reaping():
         assert [proc.stat(child.pid) for child in children] == [None] * 3
     for child in children:
-        child.returncode = 0  # otherwise subprocess would wait for it
+        child.returncode = 0  # Otherwise, subprocess would wait for it.
 
 
 async def test_many_child_exits_do_not_displace_other_signals(capfd: pytest.CaptureFixture[str]) -> None:
-    """Thousands of SIGCHLD signals must not fill asyncio's wake-up pipe. If they did, SIGTERM would be lost, and
-    asyncio would print a warning for each signal.
-    """
+    """Thousands of SIGCHLD signals must not fill asyncio's wake-up pipe. If they did, SIGTERM would be lost."""
     before, heard = signal.getsignal(signal.SIGTERM), asyncio.Event()
     process.on_signal(signal.SIGTERM, heard.set)
     try:

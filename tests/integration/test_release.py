@@ -22,10 +22,7 @@ def release(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment})
 
 
-def test_release_build_of_wheel_and_source_is_reproducible(tmp_path: Path) -> None:
-    """A second build produces identical files, and ``--compare`` names a file that differs. The wheel and the source
-    archive contain py.typed, and the checksums are right.
-    """
+def test_release_builds_wheel_and_source_reproducibly(tmp_path: Path) -> None:
     for place in ("first", "second"):
         parts = "--only=wheel", "--only=notes", f"--image={OWN[platform.machine()]}=base"
         done = release(*parts, f"--out={tmp_path / place}", SOURCE_DATE_EPOCH="1700000000")
@@ -52,7 +49,7 @@ def test_release_build_of_wheel_and_source_is_reproducible(tmp_path: Path) -> No
 
 
 def test_light_stemcell_names_the_digest_of_the_image(tmp_path: Path) -> None:
-    """The digest of an OCI archive is the digest of its manifest, which does not change when the image is pushed."""
+    """An OCI archive's digest is the digest of its manifest, so it does not change when the image is pushed."""
     index = {"manifests": [{"digest": "sha256:" + "a" * 64}]}
     (tmp_path / "index.json").write_text(json.dumps(index))
     with tarfile.open(tmp_path / "image.tar", "w") as archive:
@@ -61,7 +58,6 @@ def test_light_stemcell_names_the_digest_of_the_image(tmp_path: Path) -> None:
 
 
 def test_repacked_images_with_equal_content_are_byte_identical(tmp_path: Path) -> None:
-    """Modification times and the order of the members are normalized."""
     for number, names in enumerate((("a", "b"), ("b", "a"))):
         with tarfile.open(tmp_path / f"{number}.part", "w") as archive:
             for name in names:
@@ -76,7 +72,7 @@ def test_repacked_images_with_equal_content_are_byte_identical(tmp_path: Path) -
 
 
 def test_release_is_refused_if_its_tag_names_another_version(tmp_path: Path) -> None:
-    """In a tree between two releases, every tag is refused."""
+    """Between two releases, the tree's version matches no tag, so every tag is refused."""
     done = release("--tag=v9.9.9", "--only=wheel", f"--out={tmp_path / 'out'}")
 
     assert (done.returncode, done.stderr.partition(":")[0]) == (1, "release")

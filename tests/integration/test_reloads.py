@@ -24,7 +24,7 @@ RELOADS = {
 
 
 def proxy(world: JobTree, reload: str, *, is_of_another_job: bool = False) -> list[JobFile]:
-    """Return a job ``haproxy`` and a rule that runs the script ``reload`` when a file changes (cf-release#926)."""
+    """Return a ``haproxy`` job and a rule that runs the ``reload`` script when a file changes (cf-release#926)."""
     daemon = program("fork_twice.py", world.pidfile("haproxy"))
     job = world.job("haproxy", START.format(daemon=daemon), "exit 0", timeout=2)
     script = world.script("haproxy", "reload", reload.format(daemon=daemon))
@@ -47,12 +47,11 @@ def proxy(world: JobTree, reload: str, *, is_of_another_job: bool = False) -> li
         pytest.param("stays a child", "stays", False, id="child of a rule"),
     ],
 )
-async def test_process_that_replaces_the_main_process_in_a_reload_is_followed_and_stopped(
+async def test_process_that_replaces_the_main_process_in_a_reload_is_adopted(
     world: JobTree, how: str, old: str, is_of_another_job: bool
 ) -> None:
-    """The start program does not run again. A later stop terminates both the old and the new process."""
-    # A daemon empties its pidfile before it writes its pid. Two consecutive checks must not both see the empty file,
-    # even on a busy machine, so leave enough time between checks.
+    # A daemon empties its pidfile before it writes its pid. Leave enough time between two checks, so that even on a
+    # busy machine at most one of them sees the empty file.
     world.timing = msgspec.structs.replace(world.timing, look=0.5)
     reload = RELOADS[how] + ("; kill $old" if old == "ends" else "")
     async with world.checking(*proxy(world, reload, is_of_another_job=is_of_another_job)) as supervisor:
@@ -65,8 +64,8 @@ async def test_process_that_replaces_the_main_process_in_a_reload_is_followed_an
             found.append(info(supervisor, "haproxy").pid)
         assert found[-1] == number_in(world.pidfile("haproxy"))
         await in_state(supervisor, "haproxy", "running")
-        # Wait for the script to end the old process. The script does that only after it has read the new pid, which the
-        # supervisor may see earlier.
+        # Wait until the script has terminated the old process. The supervisor may see the new pid before the script
+        # reads it.
         await until(lambda: [is_alive(pid) for pid in found] == [old == "stays", old == "stays", True])
         await supervisor.stop(wait=True)
 
@@ -75,8 +74,7 @@ async def test_process_that_replaces_the_main_process_in_a_reload_is_followed_an
         assert ("haproxy", "alert") in world.told("PID changed")
 
 
-async def test_stop_reports_a_process_of_another_job_in_the_pidfile_and_leaves_it_running(world: JobTree) -> None:
-    """An alert says that the process still runs and which job it belongs to."""
+async def test_stop_reports_and_spares_an_unrelated_process_in_the_pidfile(world: JobTree) -> None:
     other = world.base / "other.pid"
     helper = world.job("helper", f"sleep 600 & echo $! >{other}; echo $$ >$pidfile; exec sleep 600")
     web = world.job("web", "echo $$ >>$log; echo $$ >$pidfile; exec sleep 600", "kill $(cat $log)")
@@ -94,10 +92,8 @@ async def test_stop_reports_a_process_of_another_job_in_the_pidfile_and_leaves_i
 
 
 async def test_process_started_by_an_operator_replaces_the_old_one(world: JobTree) -> None:
-    """The start program does not run again.
-
-    The agent sends no signal to a process that it did not start, so the stop fails if the stop program leaves it
-    running.
+    """The agent sends no signal to a process that it did not start, so the stop fails if the stop program leaves the
+    process running.
     """
     web = world.job("web", "echo start >>$log; echo $$ >$pidfile; exec sleep 600", "exit 0", timeout=1)
     async with world.checking(web) as supervisor:

@@ -152,7 +152,7 @@ LINKED = """\
 
 
 def linked(where: Path, template: str = LINKED, **db: object) -> tuple[Path, Path]:
-    """Return a manifest and a release in which the group ``front`` consumes a link ``db`` that the group ``db``
+    """Return a manifest and a release in which the ``front`` group consumes a ``db`` link that the ``db`` group
     provides.
     """
     source = release(where / "r", template)
@@ -226,7 +226,7 @@ def test_render_error_for_a_property_missing_in_a_manual_link_suggests_consumes(
 
 
 def test_render_error_names_a_release_that_is_not_given(tmp_path: Path) -> None:
-    """A job with the same name in another release is not used instead."""
+    """A job with the same name in another release must not be used instead."""
     source = release(tmp_path / "r")
     (source / "config").mkdir()
     (source / "config/final.yml").write_text("name: other\n")
@@ -297,7 +297,7 @@ def test_render_kubernetes_warns_about_missing_packages(tmp_path: Path, monkeypa
         (["a/r", "b/r"], "cannot copy a/r and b/r into an image: they have the same name; rename one"),
     ],
 )
-def test_render_kubernetes_rejects_releases_that_the_image_cannot_contain(
+def test_render_kubernetes_rejects_releases_that_cannot_be_copied_into_an_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, releases: list[str], said: str
 ) -> None:
     given, here = manifest(tmp_path), tmp_path / "here"
@@ -389,7 +389,7 @@ def test_manifest_error_names_the_file_and_position(tmp_path: Path, text: str, s
     assert "Traceback" not in done.stderr
 
 
-def test_render_rejects_an_unknown_job_after_the_option_only(tmp_path: Path) -> None:
+def test_render_option_only_rejects_an_unknown_job(tmp_path: Path) -> None:
     words = ("--only", "web", "--only", "wbe", "--out", tmp_path / "out")
     done = render(manifest(tmp_path), release(tmp_path / "r"), *words)
 

@@ -1,4 +1,4 @@
-"""Rotation of job logs by the real worker while programs write to them."""
+"""Job log rotation by the real worker while programs write to the logs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST = 1 << 30
 
 @pytest.fixture
 def logs(tmp_path: Path) -> Path:
-    """Provide the directory ``sys/log`` of a scratch tree."""
+    """Provide a scratch tree's ``sys/log`` directory."""
     paths = Paths(tmp_path)
     (paths.log / "web/deep").mkdir(parents=True)
     return paths.log
@@ -35,7 +35,7 @@ def logs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def good(logs: Path) -> Path:
-    """Add a log of another job, which is large enough to be rotated."""
+    """Add another job's log, which is large enough to be rotated."""
     path = logs / "zoo/good.log"
     path.parent.mkdir()
     path.write_text("g" * 1000)
@@ -60,10 +60,6 @@ def archived(log: Path, number: int = 1) -> bytes:
 
 
 async def test_large_logs_are_compressed_and_truncated(logs: Path) -> None:
-    """Logs up to three directories deep are rotated, including hidden ones.
-
-    Small logs, deeper logs and other files are not.
-    """
     large = [logs / "top.log", logs / "web/web.stdout.log", logs / "web/deep/.hidden.log"]
     left = [logs / "web/small.log", logs / "web/data.txt", logs / "web/deep/deeper/x.log"]
     left[2].parent.mkdir()
@@ -80,7 +76,6 @@ async def test_large_logs_are_compressed_and_truncated(logs: Path) -> None:
 
 
 async def test_log_archives_are_renumbered_and_the_oldest_is_removed(logs: Path) -> None:
-    """The archives are numbered as logrotate numbers them."""
     log = logs / "web/web.log"
     for text in ("one", "two", "three"):
         log.write_text(text * 100)
@@ -92,9 +87,6 @@ async def test_log_archives_are_renumbered_and_the_oldest_is_removed(logs: Path)
 
 
 async def test_log_archives_have_a_total_size_limit(logs: Path) -> None:
-    """Archives are removed until the total size is within the limit. Each time, the agent removes the oldest archive of
-    the job whose archives use the most space.
-    """
     for age, name in enumerate(["web/new.log.1.gz", "web/old.log.3.gz", "top.log.1.gz", "web/x.log"]):
         (logs / name).write_bytes(os.urandom(8192))
         os.utime(logs / name, (0, 1_000_000 - age))
@@ -106,7 +98,6 @@ async def test_log_archives_have_a_total_size_limit(logs: Path) -> None:
 
 
 async def test_rotation_loses_lines_only_at_the_moment_of_truncation(logs: Path) -> None:
-    """A program appends numbered lines while its log is rotated many times. No line is duplicated or out of order."""
     log = logs / "web/web.log"
     code = """
 import os, sys
@@ -129,7 +120,7 @@ for number in range(4000):
     lines = b"".join([*(gzip.decompress(path.read_bytes()) for path in numbers), log.read_bytes()]).splitlines()
 
     # Lines that are written between the last read and the truncation are lost, and the first line after the gap may be
-    # cut. How many are lost depends on the scheduler, so the test counts only the gaps.
+    # cut. The number of lost lines depends on the scheduler, so the test counts only the gaps.
     whole = [line for line in lines if len(line) == 6]
     assert whole == sorted(set(whole))
     assert len(lines) - len(whole) <= len(numbers)
@@ -138,7 +129,6 @@ for number in range(4000):
 
 
 def test_lines_written_while_a_rotation_syncs_are_kept(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the sync, the log is read again, even if forty megabytes have been added to it."""
     log, burst = logs / "web/web.log", b"more\n" * (8 << 20)
     log.write_bytes(b"first\n")
 
@@ -153,13 +143,7 @@ def test_lines_written_while_a_rotation_syncs_are_kept(logs: Path, monkeypatch: 
     assert log.stat().st_size == 0
 
 
-async def test_rotation_of_a_huge_log_keeps_its_end(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Only the end of the log is archived. The agent logs how much was lost, notes it in the archive, and keeps older
-    archives of the job.
-
-    A log that is no larger than the deployment allows is archived completely, even if it exceeds the limit for all
-    archives together.
-    """
+async def test_rotating_a_huge_log_keeps_its_end(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
     log, older, large = logs / "web/runaway.log", logs / "web/older.log.1.gz", logs / "web/large.log"
     older.write_bytes(os.urandom(400_000))
     content = os.urandom(5_000_000)
@@ -179,7 +163,6 @@ async def test_rotation_of_a_huge_log_keeps_its_end(logs: Path, caplog: pytest.L
 
 
 async def test_small_logs_are_rotated_before_a_huge_one(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The rotation of a huge log of one job must not delay that of smaller logs of other jobs."""
     sizes = {"a.log": 30_000, "b.log": 10_000, "web/a.log": 20_000}
     for name, size in sizes.items():
         (logs / name).write_bytes(b"x" * size)
@@ -210,7 +193,7 @@ def test_endless_writer_does_not_hold_up_the_rotation(logs: Path, monkeypatch: p
 
 async def test_hole_left_by_a_non_appending_writer_is_not_counted(logs: Path) -> None:
     """After the truncation, the program continues to write at its old position, which leaves a hole at the beginning of
-    the file. The hole is neither copied nor included in the size.
+    the file.
     """
     log = logs / "web/web.log"
     with log.open("wb", buffering=0) as out:
@@ -228,9 +211,6 @@ async def test_hole_left_by_a_non_appending_writer_is_not_counted(logs: Path) ->
 
 
 async def test_deployment_log_size_overrides_the_configured_one(logs: Path) -> None:
-    """The deployment sets the size with ``properties.logging.max_log_file_size``. If its value is invalid, the size in
-    the agent's configuration applies.
-    """
     log = logs / "web/web.log"
     log.write_text("x" * 5000)
 
@@ -243,7 +223,7 @@ async def test_deployment_log_size_overrides_the_configured_one(logs: Path) -> N
     assert log.stat().st_size == 0
 
 
-@pytest.mark.attack("a job exposes other users' files through links or hard links in its log directory")
+@pytest.mark.attack("a job exposes other users' files through symlinks or hard links in its log directory")
 async def test_rotation_ignores_links_and_hard_links(logs: Path, tmp_path: Path) -> None:
     """If the agent followed links, a job could make it read or truncate any file on the machine, or change its
     owner.
@@ -302,9 +282,7 @@ async def test_logrotate_rule_is_disabled_while_the_agent_rotates(logs: Path) ->
 async def test_agent_does_not_rotate_if_logrotate_cannot_be_disabled(
     logs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If ``/etc`` is read-only, the rule cannot be disabled, and the agent and logrotate would both rotate the same
-    logs. The agent therefore leaves the logs to logrotate and logs a warning.
-    """
+    """If ``/etc`` is read-only, logrotate stays enabled, so the agent must not rotate the same logs as well."""
     rule = Paths(logs.parents[2]).logrotate_rule
     rule.parent.mkdir(parents=True)
     rule.write_text("the Go agent's")
@@ -322,7 +300,6 @@ async def test_agent_does_not_rotate_if_logrotate_cannot_be_disabled(
 
 
 def test_disabled_rotation_enables_the_logrotate_rule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If the rule cannot be enabled, this is logged as an error."""
     rule = Paths(tmp_path).logrotate_rule
     rule.parent.mkdir(parents=True)
     out_of_force = rule.with_name("vcap.disabled")
@@ -336,8 +313,10 @@ def test_disabled_rotation_enables_the_logrotate_rule(tmp_path: Path, caplog: py
     assert "cannot leave the logs of jobs to logrotate: cannot enable" in caplog.text
 
 
-async def test_log_that_cannot_be_rotated_does_not_stop_others(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One log cannot be rotated because a directory has the name of its archive."""
+async def test_log_that_cannot_be_rotated_does_not_block_other_logs(
+    logs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A directory already has the archive's name."""
     (logs / "web/bad.log").write_text("b" * 1000)
     (logs / "web/bad.log.2.gz").mkdir()
     (logs / "web/bad.log.1.gz").mkdir()
@@ -357,8 +336,7 @@ async def test_log_that_cannot_be_rotated_does_not_stop_others(logs: Path, caplo
         *((text, None) for text in ("", "M", "-1", "1T", "1.5G", "50 MB")),
     ],
 )
-def test_log_sizes_are_written_as_for_logrotate(text: str, number: int | None) -> None:
-    """A size is a number of bytes or has one of logrotate's units k, M and G."""
+def test_log_sizes_use_logrotates_syntax(text: str, number: int | None) -> None:
     if number is not None:
         assert rotation.size(text) == number
         return
@@ -371,7 +349,7 @@ def test_log_sizes_are_written_as_for_logrotate(text: str, number: int | None) -
 
 @pytest.mark.attack("a job gives its logs names that are not UTF-8")
 async def test_log_with_a_name_in_invalid_utf_8_is_rotated(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The name is escaped in the agent's log, so that it cannot forge lines or control a terminal."""
+    """The name must be escaped in the agent's log, so that it cannot forge lines or control a terminal."""
     caplog.set_level("INFO")
     evil = logs / "web" / os.fsdecode(b"\xff\n\x1b[2J.log")
     for path in (evil, logs / "web/good.log"):
@@ -400,7 +378,7 @@ async def test_oldest_log_archives_are_removed_first(logs: Path) -> None:
     assert not any((logs / f"web/x{number}.log.1.gz").exists() for number in range(0, 10, 2))
 
 
-async def test_job_with_too_many_files_does_not_block_the_rotation_of_others(
+async def test_job_with_too_many_files_does_not_block_log_rotation_for_other_jobs(
     logs: Path, good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rotation, "MAX_JOB_ENTRIES", 50)
@@ -413,7 +391,9 @@ async def test_job_with_too_many_files_does_not_block_the_rotation_of_others(
 
 
 @pytest.mark.parametrize("planted", ["second names", "names that leave no room for an archive"])
-async def test_many_logs_of_one_job_do_not_block_the_rotation_of_others(logs: Path, good: Path, planted: str) -> None:
+async def test_many_logs_in_one_job_do_not_block_log_rotation_for_other_jobs(
+    logs: Path, good: Path, planted: str
+) -> None:
     for number in range(8):
         path = logs / f"web/{number}.log"
         if planted == "second names" and number:
@@ -429,10 +409,7 @@ async def test_many_logs_of_one_job_do_not_block_the_rotation_of_others(logs: Pa
 
 
 @pytest.mark.parametrize("planted", ["second names", "archives of the future"])
-async def test_log_archives_of_one_job_do_not_displace_those_of_other_jobs(logs: Path, planted: str) -> None:
-    """If all archives together exceed the limit, only archives of the job that uses the most space are removed, even if
-    they are newer than those of other jobs. Archives with several hard links are not included in the total.
-    """
+async def test_one_jobs_log_archives_do_not_displace_other_jobs_archives(logs: Path, planted: str) -> None:
     (logs / "zoo").mkdir()
     good = logs / "zoo/good.log.1.gz"
     good.write_bytes(os.urandom(8192))
@@ -451,7 +428,7 @@ async def test_log_archives_of_one_job_do_not_displace_those_of_other_jobs(logs:
     assert len(list(logs.glob("web/*.gz"))) == (8 if planted == "second names" else 3)
 
 
-async def test_hanging_volume_does_not_block_the_rotation_of_other_jobs(
+async def test_hanging_volume_does_not_block_log_rotation_for_other_jobs(
     logs: Path, good: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If a file server does not respond, only the thread that lists that job's logs hangs."""

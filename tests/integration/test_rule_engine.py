@@ -21,7 +21,6 @@ from tests.support.waiting import until
 
 
 async def test_process_above_a_resource_limit_is_reported_as_failing_and_keeps_running(world: JobTree) -> None:
-    """One alert with the same text as monit's is sent. The service is failing as long as the limit is exceeded."""
     job = world.job("web", None, "exit 0", "if memory > 1 kb for 2 cycles then alert", "if children > 50 then alert")
     async with world.checking(job) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -37,7 +36,7 @@ async def test_process_above_a_resource_limit_is_reported_as_failing_and_keeps_r
 
 
 async def test_rules_are_first_checked_one_cycle_after_the_start(world: JobTree) -> None:
-    """As under monit, a new process has a full cycle to settle before its rules are checked."""
+    """As under monit, a new process has a full cycle to settle."""
     world.timing = replace(world.timing, cycle=0.5)
     async with world.checking(world.job("web", None, "exit 0", "if memory > 1 kb then alert")) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -57,7 +56,7 @@ LATE = (
 
 
 async def states_until(supervisor: Supervisor, last: str) -> list[str]:
-    """Return the successive states of the instance, from ``starting`` to ``last``."""
+    """Return the instance's successive states, from ``starting`` to ``last``."""
     states = ["starting"]
     while states[-1] != last:
         await asyncio.sleep(0.01)
@@ -67,8 +66,8 @@ async def states_until(supervisor: Supervisor, last: str) -> list[str]:
 
 
 async def test_process_is_starting_until_its_socket_answers(world: JobTree) -> None:
-    """The Director relies on the first "running" that it sees. Connection rules are therefore checked right after the
-    start, long before the first cycle.
+    """The Director relies on the first "running" that it sees, so connection rules are checked right after the
+    start.
     """
     world.timing = replace(world.timing, cycle=60)
     there = world.base / "socket"
@@ -99,8 +98,8 @@ async def test_process_whose_socket_never_answers_is_never_reported_as_running(w
         assert await states_until(supervisor, "failing") == ["starting", "failing"]
 
 
-async def test_rules_of_a_changed_monit_file_take_effect(world: JobTree) -> None:
-    """The new rules take effect even if the file had no rules before, so that no task was checking rules."""
+async def test_rules_in_a_changed_monit_file_take_effect(world: JobTree) -> None:
+    """If the file had no rules before, the task that checks rules is not running yet."""
     async with world.checking(world.job("web", None, "exit 0")) as supervisor:
         await in_state(supervisor, "web", "running")
         await asyncio.sleep(2 * world.timing.cycle)
@@ -122,7 +121,6 @@ async def test_total_resource_rules_count_child_processes(world: JobTree) -> Non
 
 
 async def test_cpu_rule_measures_cpu_time_between_cycles(world: JobTree) -> None:
-    """A busy process exceeds the limit, and a sleeping one does not."""
     rule = "if cpu > 5 % then alert"
     jobs = [
         world.job("busy", "echo $$ >$pidfile; while :; do :; done", None, rule),
@@ -135,11 +133,7 @@ async def test_cpu_rule_measures_cpu_time_between_cycles(world: JobTree) -> None
         assert info(supervisor, "idle").process.state == "running"
 
 
-async def test_restart_by_a_rule_is_counted_as_a_restart(world: JobTree) -> None:
-    """A rule that limits the number of restarts also counts restarts that other rules have caused.
-
-    The new process is reported as running only after it has passed a check.
-    """
+async def test_restart_triggered_by_a_rule_is_counted(world: JobTree) -> None:
     statements = ("if memory > 1 kb then restart", "if 2 restarts within 9999 cycles then unmonitor")
     job = world.job("web", "echo start >>$log; echo $$ >$pidfile; exec sleep 600", "kill $(cat $pidfile)", *statements)
     async with world.checking(job) as supervisor:
@@ -159,9 +153,6 @@ async def test_restart_by_a_rule_is_counted_as_a_restart(world: JobTree) -> None
 
 
 async def test_restarted_process_does_not_inherit_failed_checks(world: JobTree) -> None:
-    """A new process must fail as often as the rule requires before it is restarted, regardless of its predecessor's
-    failures.
-    """
     job = world.job("web", None, "kill $(cat $pidfile)", "if memory > 1 kb for 4 cycles then restart")
     async with world.checking(job) as supervisor:
         first = (await in_state(supervisor, "web", "running")).pid
@@ -175,7 +166,6 @@ async def test_restarted_process_does_not_inherit_failed_checks(world: JobTree) 
 
 
 async def test_rule_recovery_is_reported_and_runs_its_program(world: JobTree) -> None:
-    """After the recovery, the program of ``else if recovered`` runs, and the service is running again."""
     start = "echo $$ >$pidfile; sleep 600 & child=$!; echo $child >$log.child; wait $child; exec sleep 600"
     good = world.script("web", "good", "echo good >>$log")
     rule = f'if children > 0 then alert else if recovered for 2 cycles then exec "{good}"'
@@ -192,7 +182,7 @@ async def test_rule_recovery_is_reported_and_runs_its_program(world: JobTree) ->
 
 
 async def test_rule_exec_runs_in_each_failing_cycle(world: JobTree) -> None:
-    """As under monit, the program runs again in each cycle, although the alert is sent only once."""
+    """As under monit, the program runs again in each cycle, even though the alert is sent only once."""
     bad = world.script("web", "bad", 'echo "$MONIT_SERVICE $MONIT_EVENT" >>$log')
     job = world.job("web", None, "exit 0", f'if memory > 1 kb then exec "{bad}"')
     async with world.checking(job):
@@ -201,7 +191,7 @@ async def test_rule_exec_runs_in_each_failing_cycle(world: JobTree) -> None:
         assert world.told("Resource limit matched") == [("web", "exec")]
 
 
-async def test_rules_of_a_passive_service_only_send_alerts(world: JobTree) -> None:
+async def test_rules_for_a_passive_service_only_send_alerts(world: JobTree) -> None:
     job = world.job("web", None, "exit 0", "if memory > 1 kb then stop", "mode passive")
     async with world.checking(job) as supervisor:
         supervisor.services()
@@ -213,7 +203,7 @@ async def test_rules_of_a_passive_service_only_send_alerts(world: JobTree) -> No
         assert world.told("Resource limit matched") == [("web", "alert")]
 
 
-async def test_stop_and_unmonitor_by_a_rule_clear_its_failure(world: JobTree) -> None:
+async def test_stop_and_unmonitor_rule_actions_clear_the_rules_failure(world: JobTree) -> None:
     jobs = [
         world.job("one", None, "kill $(cat $pidfile)", "if memory > 1 kb then stop"),
         world.job("two", None, "exit 0", "if memory > 1 kb then unmonitor"),
@@ -229,7 +219,7 @@ async def test_stop_and_unmonitor_by_a_rule_clear_its_failure(world: JobTree) ->
 
 
 async def test_hanging_port_check_does_not_delay_other_checks(world: JobTree) -> None:
-    """A check may wait a minute for a socket that accepts no connection. Other checks must continue meanwhile."""
+    """A check may wait a minute for a socket that accepts no connection."""
     with socket.socket(socket.AF_UNIX) as full, socket.socket() as free:
         full.bind(str(world.base / "full.sock"))
         full.listen(0)
@@ -261,8 +251,8 @@ async def test_hanging_port_check_does_not_delay_other_checks(world: JobTree) ->
 
 
 async def test_check_result_applies_only_to_the_process_that_was_checked(world: JobTree) -> None:
-    """A process is killed during a check that is going to fail. Its successor is started once, and is not restarted
-    because of the check of the old process.
+    """A process is killed during a check that is going to fail. Its successor must not be restarted because of this
+    check.
     """
     asked: list[asyncio.Event] = []
 
@@ -298,7 +288,6 @@ async def test_check_result_applies_only_to_the_process_that_was_checked(world: 
 
 
 async def test_failing_service_recovers_when_its_port_opens(world: JobTree) -> None:
-    """An event reports the recovery of the service as well."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         rule = f"if failed host 127.0.0.1 port {server.getsockname()[1]} for 2 cycles then alert"
@@ -333,10 +322,10 @@ check device lost with path {world.base}/absent
 # --- other reports ----------------------------------------------------------------------------------------------------
 
 
-async def test_out_of_memory_kill_is_reported_as_such(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent recognizes the kill by the container's OOM counter. The next exit caused by SIGKILL is reported as an
-    ordinary one.
-    """
+async def test_out_of_memory_kill_is_distinguished_from_other_kills(
+    world: JobTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent detects an out-of-memory kill because the container's OOM counter has increased."""
     kills = [7]
     monkeypatch.setattr(cgroups, "oom_level", lambda *_: (2, Path("/")))
     monkeypatch.setattr(cgroups, "oom_kills_of", lambda *_: kills[0])
@@ -356,10 +345,7 @@ async def test_out_of_memory_kill_is_reported_as_such(world: JobTree, monkeypatc
         ]
 
 
-async def test_invalid_monit_file_is_reported_once_per_mistake(world: JobTree) -> None:
-    """The alert contains the position and the reason. Another alert is sent only when the file contains a different
-    mistake.
-    """
+async def test_each_error_in_an_invalid_monit_file_is_reported_once(world: JobTree) -> None:
     bad = JobFile("bad", "", "check nonsense")
     async with world.checking(bad, world.job("web")) as supervisor:
         found = [(each.service, each.event, each.action) for each in world.events]

@@ -1,7 +1,7 @@
-"""Rules from public releases, and checks of hosts and files. The tests compare the resulting states, alerts, program
+"""Rules from public releases, and host and file checks. The tests compare the resulting states, alerts, program
 runs and restarts.
 
-If a test follows the monit file of a release, its docstring names the release.
+If a test follows a release's monit file, its docstring names the release.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def states(supervisor: Supervisor) -> dict[str, str]:
 # --- hosts ------------------------------------------------------------------------------------------------------------
 
 
-async def test_check_host_of_a_dead_haproxy_fails_the_instance(world: JobTree, web: Web) -> None:
-    """In haproxy-boshrelease, the instance is failing if the health page does not answer, even if the process runs."""
+async def test_host_check_for_a_dead_haproxy_fails_the_instance(world: JobTree, web: Web) -> None:
+    """In haproxy-boshrelease, the instance is failing if the health page does not answer, even if the process is up."""
     health = f"""
     check host haproxy-health with address localhost
       if failed host localhost port {web.port} protocol http and request "/health"
@@ -93,10 +93,8 @@ async def test_check_host_of_a_dead_haproxy_fails_the_instance(world: JobTree, w
         await until(lambda: supervisor.job_state() == "failing")
 
 
-async def test_check_host_is_starting_until_its_first_check(world: JobTree, web: Web) -> None:
-    """The Director relies on the first ``running`` that it sees, so the agent must not report it before the first check
-    has passed.
-    """
+async def test_host_check_counts_as_starting_until_it_has_run_once(world: JobTree, web: Web) -> None:
+    """The Director relies on the first ``running`` that it sees."""
     text = f"check host far with address 127.0.0.1\n if failed port {web.port} then alert\n group vcap\n"
     async with world.supervising(JobFile("far", "", text)) as supervisor:
         await in_state(supervisor, "far", "running")
@@ -107,10 +105,8 @@ async def test_check_host_is_starting_until_its_first_check(world: JobTree, web:
         assert supervisor.job_state() == "starting"
 
 
-async def test_check_host_restarts_in_each_failing_cycle(world: JobTree, web: Web) -> None:
-    """The rule of the scheduler in app-autoscaler is ``check host … if failed url … then restart``. It is tested with
-    and without start and stop programs.
-    """
+async def test_host_check_restarts_its_service_in_each_failing_cycle(world: JobTree, web: Web) -> None:
+    """app-autoscaler's scheduler uses the rule ``check host … if failed url … then restart``."""
     start, stop = (world.script("health", verb, f"echo {verb} >>$log") for verb in ("start", "stop"))
     text = f"""
     check host scheduler-health with address localhost
@@ -132,8 +128,7 @@ async def test_check_host_restarts_in_each_failing_cycle(world: JobTree, web: We
         await until(lambda: supervisor.job_state() == "running")
 
 
-async def test_check_host_restarts_its_dependants(world: JobTree, web: Web) -> None:
-    """As under monit, a restart of the check stops and starts the services that depend on it."""
+async def test_failing_host_check_restarts_its_dependents(world: JobTree, web: Web) -> None:
     text = f"check host far with address 127.0.0.1\n if failed port {web.port} then restart\n group vcap\n"
     start = "echo start >>$log; echo $$ >$pidfile; exec sleep 600"
     job = world.job("web", start, "kill $(cat $pidfile)", "depends on far")
@@ -143,7 +138,7 @@ async def test_check_host_restarts_its_dependants(world: JobTree, web: Web) -> N
         assert world.told("Connection failed") == [("far", "restart")]
 
 
-async def test_check_host_skips_port_checks_of_a_host_that_fails_ping(
+async def test_host_check_skips_port_checks_if_ping_fails(
     world: JobTree, web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = ["no answer"]
@@ -206,9 +201,7 @@ async def test_closed_udp_port_restarts_a_process(world: JobTree, monkeypatch: p
 
 
 async def test_changed_file_runs_a_program_with_monit_variables(world: JobTree) -> None:
-    """The program runs once for each change. The rule comes from nginx in prometheus-boshrelease: ``if changed
-    timestamp then exec``.
-    """
+    """The rule comes from nginx in prometheus-boshrelease: ``if changed timestamp then exec``."""
     hosts = world.base / "hosts"
     hosts.write_text("127.0.0.1 localhost\n")
     body = 'echo "$MONIT_SERVICE: $MONIT_EVENT: $MONIT_DESCRIPTION" >>$log'
@@ -227,7 +220,7 @@ async def test_changed_file_runs_a_program_with_monit_variables(world: JobTree) 
 
         assert world.lines() == [f"hosts: Timestamp changed: timestamp was changed for {hosts}"] * 2
         assert world.told("Timestamp changed") == [("hosts", "exec")] * 2
-        # The check is failing until it finds no further change.
+        # The check keeps failing until a cycle finds no further change.
         await until(lambda: supervisor.job_state() == "running")
         assert world.told("Timestamp succeeded") == []
 
@@ -250,9 +243,9 @@ async def test_file_above_its_size_limit_is_failing(world: JobTree) -> None:
         assert world.told("Size succeeded") == [("dump", "alert")]
 
 
-async def test_file_check_that_finds_a_directory_restarts(world: JobTree) -> None:
-    """As in monit, every check of a file, directory or FIFO implicitly has a rule that restarts the service if the path
-    has another type.
+async def test_file_check_restarts_its_service_if_the_path_is_a_directory(world: JobTree) -> None:
+    """As in monit, every file, directory or FIFO check implicitly has a rule that restarts the service if the path
+    has the wrong type.
     """
     pid = world.base / "run"
     stop, start = (
@@ -270,8 +263,8 @@ async def test_file_check_that_finds_a_directory_restarts(world: JobTree) -> Non
 
 
 async def test_missing_file_is_created_by_its_start_program(world: JobTree) -> None:
-    """As under monit, a check without a stop program works as well. capi-release (nfs_mounter) and os-conf-release
-    (iptables) have such checks.
+    """As under monit, a check works without a stop program. capi-release (nfs_mounter) and os-conf-release (iptables)
+    have such checks.
     """
     crontab = world.base / "crontab"
     start = world.script("mounter", "start", f"echo start >>$log; touch {crontab}")
@@ -300,9 +293,6 @@ async def test_directory_check_without_programs_fails_while_the_directory_is_mis
 
 
 async def test_match_rule_runs_its_program_for_each_new_line(world: JobTree) -> None:
-    """Lines that were written before the check started, incomplete lines, and lines that match ``ignore match`` are
-    ignored.
-    """
     log = world.base / "app.log"
     log.write_text("error: old\n")
     body = 'echo "$MONIT_DESCRIPTION" >>$log'
@@ -319,7 +309,8 @@ async def test_match_rule_runs_its_program_for_each_new_line(world: JobTree) -> 
         await until(lambda: len(world.lines()) == 2)
 
         assert sorted(world.lines()) == ["content matches [error: one]", "content matches [error: two]"]
-        assert supervisor.job_state() == "failing"  # as in monit, until a line is added that does not match
+        # As in monit, the check keeps failing until a line is added that does not match.
+        assert supervisor.job_state() == "failing"
         with log.open("a") as writer:
             writer.write(" a line\nfine\n")
         await until(lambda: supervisor.job_state() == "running")

@@ -1,4 +1,4 @@
-"""The callbacks of the agent's runtime, tested by their effects on the bus, the volume and the jobs."""
+"""The agent runtime's callbacks, tested through their effects on the bus, the volume and the jobs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def played(program: str, *arguments: object) -> str:
 
 
 async def test_volume_lease_is_released_only_after_the_jobs_stop(instance: RunningAgent) -> None:
-    """While the jobs of this agent run, no other agent may write to the volume."""
+    """While this agent's jobs run, no other agent may write to the volume."""
     lease = Paths(instance.base).mirror / NAME
     await instance.deploy()
 
@@ -51,7 +51,7 @@ async def test_delayed_get_task_reply_is_sent_before_the_agent_disconnects(insta
     await instance.deploy(more={"more": {"bin/run": "#!/bin/sh\nsleep 1000\n", "monit": ""}})
     task = (await instance.director.value(AGENT, "run_errand", "more"))["agent_task_id"]
     poll = asyncio.create_task(instance.director.call(AGENT, "get_task", task, retries=0))
-    await instance.director.value(AGENT, "ping")  # the poll, which was sent before, has arrived by now
+    await instance.director.value(AGENT, "ping")  # the poll was sent before the ping, so it has arrived
     assert not poll.done()
 
     assert await instance.stop_agent() == 0
@@ -89,7 +89,7 @@ async def test_reconnect_sends_pending_alerts_and_an_extra_heartbeat(instance: R
 
 
 async def test_reconnect_updates_the_packet_filter(instance: RunningAgent) -> None:
-    """The bus may have another address now, and the packet filter must keep jobs from connecting to it."""
+    """The bus may have a new address, to which the packet filter must keep jobs from connecting."""
     written = instance.scratch / "written"
     instance.command = played("without_nft.py", written)
     await instance.start_agent()
@@ -144,8 +144,8 @@ async def test_takeover_from_monit_does_not_start_stopped_jobs(instance: Running
     assert len(instance.starts()["job0"]) == 1
 
 
-async def test_default_monit_password_of_the_go_agent_is_replaced(instance: RunningAgent) -> None:
-    """The Go agent's default password is public. The password that replaces it stays the same after a restart."""
+async def test_go_agents_default_monit_password_is_replaced(instance: RunningAgent) -> None:
+    """The Go agent's default password is public."""
     user = Paths(instance.base).monit_user
     user.parent.mkdir(parents=True)
     user.write_text(f"vcap:{GO_AGENT_PASSWORD}\n")
@@ -162,7 +162,7 @@ async def test_default_monit_password_of_the_go_agent_is_replaced(instance: Runn
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
-async def test_metrics_distinguish_running_from_waiting_tasks_and_sent_from_repeated_alerts(
+async def test_metrics_count_running_and_waiting_tasks_and_sent_and_collapsed_alerts(
     instance: RunningAgent,
 ) -> None:
     instance.http = free_address()

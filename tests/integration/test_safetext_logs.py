@@ -1,5 +1,5 @@
-"""Job logs are escaped when they are printed on a terminal, which they could otherwise control. In a pipe, they are
-unchanged.
+"""Commands that print job logs escape control characters on a terminal, because a job could otherwise control the
+terminal. In a pipe, the logs are unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ORDERS = b"\x1b]0;owned\x07\xff\n"
 HARMLESS = rb"\u001b]0;owned\u0007"
 
 
-@pytest.mark.attack("text of a job sends control sequences to an operator's terminal")
+@pytest.mark.attack("text from a job sends control sequences to an operator's terminal")
 def test_bpm_logs_are_escaped_for_a_terminal_and_unchanged_for_a_pipe(tmp_path: Path) -> None:
     log_file = tmp_path / "web.stdout.log"
     log_file.write_bytes(ORDERS)
@@ -33,7 +33,7 @@ def test_bpm_logs_are_escaped_for_a_terminal_and_unchanged_for_a_pipe(tmp_path: 
     assert subprocess.run(argv, capture_output=True, check=True).stdout == ORDERS
 
 
-@pytest.mark.attack("text of a job sends control sequences to an operator's terminal")
+@pytest.mark.attack("text from a job sends control sequences to an operator's terminal")
 @pytest.mark.parametrize("follow", [False, True])
 @pytest.mark.parametrize("where", ["web", "--agent"])
 def test_logs_are_escaped_for_a_terminal_and_unchanged_for_a_pipe(tmp_path: Path, where: str, follow: bool) -> None:

@@ -28,7 +28,7 @@ def order(**members: Any) -> sandbox_exec.ExecSpec:
 
 
 def in_memory(wanted: sandbox_exec.ExecSpec) -> int:
-    """Write the spec to a file in memory, and return its descriptor."""
+    """Write the spec to an in-memory file, and return its descriptor."""
     descriptor = os.memfd_create("spec")
     os.write(descriptor, json.dumps(wanted).encode() + b"\n")
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -48,11 +48,8 @@ async def run(tmp_path: Path, wanted: sandbox_exec.ExecSpec) -> tuple[int | None
     return status, {name: value.strip() for name, _, value in lines}
 
 
-@pytest.mark.attack("a bpm process gains capabilities, or keeps the groups or descriptors of the agent")
-async def test_sandboxed_program_has_no_capabilities_and_default_signals(tmp_path: Path) -> None:
-    """The program has no way to gain capabilities. Signals that Python ignores, such as SIGPIPE, have their default
-    effect again.
-    """
+@pytest.mark.attack("a bpm process gains capabilities, or keeps the agent's groups or descriptors")
+async def test_sandboxed_program_has_default_signals_and_no_capabilities(tmp_path: Path) -> None:
     status, found = await run(tmp_path, order())
 
     # valid_signals() excludes the two signals that the C library reserves, which stay ignored in a child.
@@ -61,14 +58,9 @@ async def test_sandboxed_program_has_no_capabilities_and_default_signals(tmp_pat
     assert {found[f"Cap{name}"].strip("0") for name in ("Inh", "Prm", "Eff", "Amb")} == {""}
 
 
-@pytest.mark.attack("a bpm process gains capabilities, or keeps the groups or descriptors of the agent")
+@pytest.mark.attack("a bpm process gains capabilities, or keeps the agent's groups or descriptors")
 @pytest.mark.root
 async def test_sandboxed_user_has_no_groups_and_only_requested_capabilities(tmp_path: Path) -> None:
-    """Supplementary groups of the agent are dropped.
-
-    The requested capability is in all of the program's capability sets. All other capabilities are removed, even from
-    the bounding set.
-    """
     wanted = capabilities.privileges().effective & {"NET_BIND_SERVICE"}
     numbers = [capabilities.NAMES.index(name) for name in wanted]
     before = os.getgroups()
@@ -87,7 +79,7 @@ async def test_sandboxed_user_has_no_groups_and_only_requested_capabilities(tmp_
 
 
 async def test_privileged_sandbox_keeps_its_capabilities(tmp_path: Path) -> None:
-    """This is how processes with ``unsafe.privileged`` in bpm.yml run."""
+    """Processes with ``unsafe.privileged`` in bpm.yml run in a privileged sandbox."""
     _, found = await run(tmp_path, order(keeps_privileges=True))
 
     assert found["NoNewPrivs"] == str(int(capabilities.privileges().no_new_privs))
@@ -95,7 +87,6 @@ async def test_privileged_sandbox_keeps_its_capabilities(tmp_path: Path) -> None
 
 
 async def test_sandbox_limits_are_capped_at_the_hard_limit(tmp_path: Path) -> None:
-    """A limit above the hard limit is replaced with the hard limit, and a warning is printed."""
     _, found = await run(tmp_path, order(limits={"RLIMIT_NOFILE": 77, "RLIMIT_CORE": 4096}))
     assert found["Max open files"].split()[:2] == ["77", "77"]
     assert found["Max core file size"].split()[:2] == ["4096", "4096"]
@@ -112,7 +103,7 @@ async def test_sandbox_limits_are_capped_at_the_hard_limit(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("number", [0, 3])
-async def test_sandboxed_program_does_not_inherit_its_spec(tmp_path: Path, number: int) -> None:
+async def test_sandboxed_program_does_not_inherit_the_descriptor_of_its_spec(tmp_path: Path, number: int) -> None:
     """The descriptor from which the spec was read must be closed, because the spec contains the program's
     restrictions.
     """
@@ -128,7 +119,6 @@ async def test_sandboxed_program_does_not_inherit_its_spec(tmp_path: Path, numbe
 
 
 async def test_sandbox_error_names_a_program_that_cannot_run(tmp_path: Path) -> None:
-    """The error is written to stderr, and the exit code is one that programs do not use."""
     status, found = await run(tmp_path, order(argv=["/nothing"]))
 
     assert status == sandbox_exec.FAILED
@@ -140,7 +130,6 @@ async def plainly(argv: Sequence[str], stdin: int) -> process.Process:
 
 
 async def test_sandboxed_program_waits_until_its_pid_is_recorded(tmp_path: Path) -> None:
-    """If the pid cannot be recorded, the program is not executed."""
     marker = tmp_path / "marker"
     wanted = order(argv=["/bin/sh", "-c", f"echo >{marker}"])
     with pytest.raises(ValueError, match="full"):
@@ -152,7 +141,7 @@ async def test_sandboxed_program_waits_until_its_pid_is_recorded(tmp_path: Path)
 
 
 async def test_sandbox_setup_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The setup has a time limit, because mounting a volume blocks if its file server does not respond."""
+    """Mounting a volume blocks if its file server does not respond."""
     started = []
 
     async def held(_: Sequence[str], stdin: int) -> process.Process:
@@ -197,7 +186,6 @@ def test_sandboxed_job_does_not_inherit_the_agents_oom_protection(tmp_path: Path
     ],
 )
 async def test_sandbox_error_names_the_step_that_failed(tmp_path: Path, members: dict[str, Any], step: str) -> None:
-    """If the step concerns a path, the error contains the path."""
     status, found = await run(tmp_path, order(**members))
 
     program = members.get("argv", ["/bin/cat"])[0]
@@ -232,7 +220,6 @@ except PermissionError:
 
 @pytest.mark.skipif(not sandbox_exec.landlock_version(), reason="the kernel has no Landlock")
 async def test_sandbox_file_rules_do_not_restrict_the_network(tmp_path: Path) -> None:
-    """Landlock restricts which files the job can use, but the job can still listen and connect."""
     binds = [sandbox.bind_mount(each, run=True) for each in ("/usr", "/lib", "/lib64", "/bin", "/etc", sys.base_prefix)]
     argv = [os.path.realpath(sys.executable), "-I", "-S", "-c", LISTENING]
     status, found = await run(tmp_path, order(argv=argv, binds=binds))
@@ -249,7 +236,6 @@ echo moved: $?
 
 @pytest.mark.skipif(not sandbox_exec.landlock_version(), reason="the kernel has no Landlock")
 async def test_sandboxed_program_can_move_and_truncate_files_in_its_volume(tmp_path: Path) -> None:
-    """The Landlock rules must also allow the program to move files between directories and to truncate them."""
     shown = tmp_path / "shown"
     shown.mkdir()
     system = [sandbox.bind_mount(each, run=True) for each in ("/usr", "/lib", "/lib64", "/bin", "/etc")]
@@ -269,8 +255,7 @@ def directory(path: Path, mode: int, owner: int = 0) -> Path:
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", 143)])
-async def test_sandbox_init_exits_like_its_program(tmp_path: Path, script: str, code: int) -> None:
-    """If no other init is available, the sandbox program itself acts as the init, and prints nothing of its own."""
+async def test_sandbox_init_passes_on_its_programs_exit_code(tmp_path: Path, script: str, code: int) -> None:
     script = f"(sleep 0.01 &); echo parent: $(cat /proc/$PPID/comm); {script}"
     status, found = await run(
         tmp_path, order(argv=["/bin/sh", "-c", script], env={"PATH": "/bin"}, has_init=True, inits=[])

@@ -1,4 +1,4 @@
-"""SBOMs of the agent and the CPI, and the licences of the packages in them."""
+"""SBOMs for the agent and the CPI, and the licences of the packages in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sbom(*arguments: str) -> str:
 
 @pytest.mark.parametrize(("name", "file"), [("agent-shim", "runtime.lock"), ("bosh-kubernetes-cpi", "cpi.lock")])
 def test_sbom_contains_every_locked_package_with_its_hashes(name: str, file: str) -> None:
-    """The SBOM must match these lock files, because the image and the CPI release are installed from them."""
+    """The SBOM must match the lock files from which the image and the CPI release are installed."""
     lock = (ROOT / "requirements" / file).read_text()
     pinned = set(re.findall(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", lock, re.MULTILINE))
 
@@ -47,7 +47,6 @@ def test_sbom_dependencies_reach_each_package(name: str, file: str) -> None:
 
 
 def test_licences_of_all_packages_are_permitted() -> None:
-    """No package has a licence, such as the GPL, that would restrict users of the image."""
     lines = sbom("--licences").splitlines()
 
     assert len(lines) > 5

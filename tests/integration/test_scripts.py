@@ -70,15 +70,12 @@ def log(paths: Paths, job: str, name: str) -> str:
 
 
 async def test_script_output_is_appended_to_the_job_logs(paths: Paths, runner: Scripts) -> None:
-    """Other users cannot read the logs. The logs have the same paths as with the Go agent
-    (agent/script/generic_script.go).
-    """
     script(paths, "web", "pre-start", "echo out; echo err >&2")
 
     await runner.run_all("pre-start", ["absent"], {})
     await runner.run_all("pre-start", ["web", "absent"], {})
     assert stat.S_IMODE((paths.log / "web").stat().st_mode) == 0o750
-    (paths.log / "web").chmod(0o770)  # a job may give its own user access, which must stay
+    (paths.log / "web").chmod(0o770)  # a job may do this, and the mode must then be kept
     await runner.run_all("pre-start", ["web", "absent"], {})
 
     assert log(paths, "web", "pre-start.stdout.log") == "out\nout\n"
@@ -88,12 +85,7 @@ async def test_script_output_is_appended_to_the_job_logs(paths: Paths, runner: S
     assert not (paths.log / "absent").exists()
 
 
-async def test_script_runs_with_its_environment_directory_and_niceness(paths: Paths, runner: Scripts) -> None:
-    """The script gets the agent's environment with a fixed PATH. It runs in the root directory with niceness 5, no
-    arguments and empty input.
-
-    Variables in the request override PATH and the other variables.
-    """
+async def test_script_runs_with_its_environment_working_directory_and_niceness(paths: Paths, runner: Scripts) -> None:
     script(paths, "web", "pre-start", 'echo "$PATH $KEPT $EXTRA $# $(pwd) $(nice)"; cat')
 
     await runner.run_all("pre-start", ["web"], {"EXTRA": "more"})
@@ -105,9 +97,7 @@ async def test_script_runs_with_its_environment_directory_and_niceness(paths: Pa
 
 
 async def test_scripts_run_in_parallel_and_failures_are_listed(paths: Paths, runner: Scripts) -> None:
-    """Each script waits until another one has finished, so all of them must run in parallel. The error lists the jobs
-    in the order in which their scripts exited.
-    """
+    """Each script waits until another one has finished, so all of them must run in parallel."""
     wait = 'while [ ! -e "{}" ]; do sleep 0.01; done; sleep 0.2; touch {}; exit {}'
     done = [paths.tmp / name for name in "abcd"]
     script(paths, "a", "post-start", wait.format(done[1], done[0], 1))
@@ -122,7 +112,6 @@ async def test_scripts_run_in_parallel_and_failures_are_listed(paths: Paths, run
 
 
 async def test_script_error_has_the_last_line_of_each_failed_script(paths: Paths, runner: Scripts) -> None:
-    """The line is truncated, and its control characters are escaped. Output of an earlier run is not quoted."""
     script(paths, "dns", "pre-start", "echo first >&2; printf 'ip: \\033[1mnot permitted\\n\\n' >&2; exit 2")
     with pytest.raises(ActionError) as failed:
         await runner.run_all("pre-start", ["dns"], {})
@@ -137,7 +126,7 @@ async def test_script_error_has_the_last_line_of_each_failed_script(paths: Paths
 
 
 async def test_error_for_a_traced_script_quotes_the_log_that_the_script_wrote(paths: Paths, runner: Scripts) -> None:
-    """The pre-start of bosh-dns uses ``set -x`` and writes its errors to a separate log, so its stderr contains only
+    """The bosh-dns pre-start uses ``set -x`` and writes its errors to a separate log, so its stderr contains only
     the trace.
     """
     own = paths.log / "dns/dns_setup.log"
@@ -150,8 +139,8 @@ async def test_error_for_a_traced_script_quotes_the_log_that_the_script_wrote(pa
 
 
 async def test_post_start_error_quotes_the_scripts_output_and_not_process_logs(paths: Paths, runner: Scripts) -> None:
-    """The job's processes may be writing to its other logs at the same time, and the agent itself writes to
-    ``bpm.log``, so these logs are not quoted. The post-start of nats-tls writes its errors to stdout.
+    """The job's processes may be writing to its other logs at the same time. The nats-tls post-start writes its
+    errors to stdout.
     """
     log = paths.log / "nats-tls"
     log.mkdir(parents=True, exist_ok=True)
@@ -167,8 +156,8 @@ async def test_post_start_error_quotes_the_scripts_output_and_not_process_logs(p
     assert str(failed.value).endswith(" Failed Jobs: nats-tls.")
 
 
-async def test_script_succeeds_although_its_background_processes_still_run(paths: Paths, runner: Scripts) -> None:
-    """A child of the script that still holds the output open is neither waited for nor killed."""
+async def test_script_succeeds_even_if_its_background_processes_still_run(paths: Paths, runner: Scripts) -> None:
+    """A child process that still holds the script's output open is neither waited for nor killed."""
     left = paths.tmp / "left"
     script(paths, "web", "pre-start", f"sleep 600 & echo $! >{left}")
 
@@ -182,7 +171,6 @@ async def test_script_succeeds_although_its_background_processes_still_run(paths
 
 @pytest.mark.slow
 async def test_cancelled_scripts_are_terminated(paths: Paths, impatient: Scripts) -> None:
-    """The script's process group gets SIGTERM and, after the grace period, SIGKILL."""
     started = paths.tmp / "started"
     script(paths, "web", "pre-start", f"trap '' TERM; sleep 600 & echo $! >{started}; wait; wait")
     running = asyncio.create_task(impatient.run_all("pre-start", ["web"], {}))
@@ -195,7 +183,7 @@ async def test_cancelled_scripts_are_terminated(paths: Paths, impatient: Scripts
     assert not is_alive(child)
 
 
-@pytest.mark.attack("a job tricks root into writing a script's output through a link or a hard link")
+@pytest.mark.attack("a job tricks root into writing a script's output through a symlink or a hard link")
 async def test_script_log_that_is_a_link_is_not_followed(paths: Paths, runner: Scripts) -> None:
     """If root followed the link, a user who may write to the log directory could make root write to any file."""
     script(paths, "web", "pre-start", "echo out")
@@ -218,8 +206,7 @@ async def drain(runner: Scripts, *jobs: str, cancelled: asyncio.Event | None = N
         await runner.drain(jobs, UPDATE, DISK, NEXT, cancelled or asyncio.Event())
 
 
-async def test_static_drain_waits_for_the_returned_seconds(paths: Paths, runner: Scripts) -> None:
-    """After a script has printed a positive number, the agent does not call it again."""
+async def test_static_drain_waits_as_long_as_the_script_says(paths: Paths, runner: Scripts) -> None:
     script(paths, "web", "drain", "echo 1")
     begun = time.monotonic()
 
@@ -231,9 +218,6 @@ async def test_static_drain_waits_for_the_returned_seconds(paths: Paths, runner:
 
 @pytest.mark.parametrize("printed", ["", "soon", "1 2", "1.5", "1_0", "٣", "9" * 30, "0x1", "$(seq 5000)"])
 async def test_drain_script_that_prints_no_number_fails(paths: Paths, runner: Scripts, printed: str) -> None:
-    """As in the Go agent, the drain scripts of other jobs still run to completion
-    (agent/script/drain/concrete_script.go).
-    """
     script(paths, "a", "drain", f'printf %s "{printed}"')
     script(paths, "b", "drain", "sleep 0.1; echo 0")
 
@@ -252,7 +236,6 @@ async def errand(runner: Scripts, job: str = "smoke", cancelled: asyncio.Event |
 
 
 async def test_errand_returns_its_output_and_exit_code(paths: Paths, runner: Scripts) -> None:
-    """A failing errand is a result and not an error. If the errand is killed by signal N, its exit code is 128 + N."""
     script(paths, "smoke", "run", 'echo "out $# $PATH $KEPT $(pwd) $(nice)"; echo err >&2; exit 3')
 
     assert await errand(runner) == Errand(f"out 0 {scripts.PATH} yes / {os.nice(0)}\n", "err\n", 3)
@@ -262,7 +245,6 @@ async def test_errand_returns_its_output_and_exit_code(paths: Paths, runner: Scr
 
 
 async def test_cancelled_errand_that_ignores_sigterm_is_killed(paths: Paths, impatient: Scripts) -> None:
-    """The errand is killed after the grace period, and the Director still gets its result."""
     started = paths.tmp / "started"
     script(paths, "smoke", "run", f"trap '' TERM; echo $$ >{started}; sleep 600")
     cancelled = asyncio.Event()
@@ -274,7 +256,6 @@ async def test_cancelled_errand_that_ignores_sigterm_is_killed(paths: Paths, imp
 
 
 async def test_long_errand_output_is_truncated_in_the_reply_and_kept_on_disk(paths: Paths, runner: Scripts) -> None:
-    """Until the job's next errand, the whole output is in a file that only root can read."""
     script(paths, "smoke", "run", "head -c 3000000 /dev/zero; echo end; head -c 600000 /dev/zero | tr '\\0' e >&2")
 
     ended = await errand(runner)
@@ -292,8 +273,7 @@ async def test_long_errand_output_is_truncated_in_the_reply_and_kept_on_disk(pat
     assert list(paths.tmp.iterdir()) == []
 
 
-async def test_errand_output_does_not_follow_a_link(paths: Paths, runner: Scripts) -> None:
-    """A link at the path of the output file is replaced."""
+async def test_errand_output_is_not_written_through_a_link(paths: Paths, runner: Scripts) -> None:
     script(paths, "smoke", "run", "echo out")
     victim = paths.base / "victim"
     victim.write_text("safe")
@@ -303,8 +283,7 @@ async def test_errand_output_does_not_follow_a_link(paths: Paths, runner: Script
     assert victim.read_text() == "safe"
 
 
-async def test_errand_ends_with_the_agent(paths: Paths, runner: Scripts) -> None:
-    """When the agent exits, the process of the errand is killed and no temporary file remains."""
+async def test_errand_is_killed_when_the_agent_exits(paths: Paths, runner: Scripts) -> None:
     started = paths.tmp / "started"
     script(paths, "smoke", "run", f"echo $$ >{started}; sleep 600")
     running = asyncio.create_task(errand(runner))

@@ -14,7 +14,7 @@ from tests.support.source import ROOT
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide the directory of the unpacked source distribution of this checkout."""
+    """Return the directory into which this checkout's source distribution was unpacked."""
     out = tmp_path_factory.mktemp("sdist")
     argv = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(out)]
     subprocess.run(argv, cwd=ROOT, check=True, capture_output=True)
@@ -25,9 +25,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_source_distribution_passes_its_unit_tests(unpacked: Path) -> None:
-    """Variables such as ``PYTHONSAFEPATH`` are removed, because with them the tests would import modules of this
-    checkout.
-    """
+    """Remove variables such as ``PYTHONSAFEPATH``, with which the tests would import this checkout's modules."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
     subprocess.run([sys.executable, "hatch_build.py"], cwd=unpacked, env=clean, check=True)
 

@@ -41,7 +41,7 @@ line contains after completion.
 
 @pytest.fixture
 async def running(instance: RunningAgent) -> RunningAgent:
-    """Provide a running agent with two jobs, and a program ``agent-shim`` that the shells find."""
+    """Run an agent with two jobs, and put an ``agent-shim`` program in a directory for the shells' PATH."""
     await instance.deploy(2)
     program = instance.scratch / "bin/agent-shim"
     program.parent.mkdir()
@@ -118,12 +118,12 @@ async def test_bash_and_zsh_complete_service_names(shell: str, key: str, running
         line = f"agent-shim {command} -b {running.base} {names[0][:2]}{key}"
         found = await asyncio.to_thread(typed, shell, running.scratch, line)
 
-        # The key inserts all matching words in bash, and only the first one in zsh.
+        # The completion key inserts all matching words in bash, and only the first one in zsh.
         assert found[4:] == (names if shell == "bash" else names[:1])
 
 
 def fish(line: str, where: Path) -> list[str]:
-    """Return the words that fish offers as completions of a line."""
+    """Return the words that fish offers as completions for a line."""
     assert shutil.which("fish"), "fish is missing: ./dev ci installs it"
     write_script("fish", where)
     source = f"source scripts/agent-shim.fish; complete -C {shlex.quote(line)}"

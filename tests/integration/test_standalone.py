@@ -51,7 +51,7 @@ class StandaloneTree:
         return path.read_text().splitlines() if path.exists() else []
 
     def lay(self, name: str, files: Mapping[str, str]) -> None:
-        """Write files of a job or package, for example of ``jobs/web``, to the directory that the agent deploys."""
+        """Write a job's or package's files, for example ``jobs/web``, to the directory that the agent deploys."""
         for path, text in files.items():
             place = self.rendered / name / path
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -111,9 +111,6 @@ async def place(tmp_path: Path) -> AsyncIterator[StandaloneTree]:
 
 
 async def test_standalone_agent_deploys_jobs_like_a_director(place: StandaloneTree) -> None:
-    """The agent links packages, writes the instance names, and runs pre-start, start and post-start. Only then is it
-    ready.
-    """
     place.job("web")
     place.lay("packages/tool", {"bin/tool": "x"})
     place.lay("packages/bpm", {"bin/bpm": "x", "bin/runc": "y"})
@@ -136,10 +133,6 @@ async def test_standalone_agent_deploys_jobs_like_a_director(place: StandaloneTr
 
 
 async def test_restarted_standalone_agent_deploys_only_changed_jobs(place: StandaloneTree) -> None:
-    """A job that was removed from the directory is stopped and removed, and a job that was added is deployed.
-
-    After a ``drain``, which a preStop hook may call, the next agent starts the jobs again.
-    """
     place.job("web")
     place.start()
     await place.until_ready()
@@ -171,7 +164,7 @@ async def test_restarted_standalone_agent_deploys_only_changed_jobs(place: Stand
 
 
 async def test_standalone_agent_waits_for_jobs_in_an_empty_directory(place: StandaloneTree) -> None:
-    """The directory may be a volume that is filled later. Until then the liveness probe passes."""
+    """The directory may be a volume that is filled later."""
     place.start()
     await place.until_ready((1, f"cannot deploy {place.rendered}: no job lies in {place.rendered / 'jobs'}"))
     place.job("web")
@@ -181,9 +174,7 @@ async def test_standalone_agent_waits_for_jobs_in_an_empty_directory(place: Stan
 
 
 def test_standalone_agent_deploys_jobs_from_a_config_map(tmp_path: Path) -> None:
-    """The kubelet provides the files as links. The agent follows these links, ignores the kubelet's other files, and
-    makes scripts executable.
-    """
+    """The kubelet provides the files as links, next to links of its own."""
     kept = tmp_path / "rendered/jobs/web/..2026_01_01"
     (kept / "bin").mkdir(parents=True)
     (kept / "bin/ctl").write_text("#!/bin/sh\n")
@@ -198,8 +189,7 @@ def test_standalone_agent_deploys_jobs_from_a_config_map(tmp_path: Path) -> None
     assert os.access(target / "bin/ctl", os.X_OK)
 
 
-def test_standalone_version_changes_only_with_the_files(tmp_path: Path) -> None:
-    """Files whose modification time has changed also count as changed."""
+def test_standalone_configuration_hash_changes_only_if_a_file_changes(tmp_path: Path) -> None:
     (tmp_path / "jobs/web").mkdir(parents=True)
     monit = tmp_path / "jobs/web/monit"
     monit.write_text("a")
@@ -219,7 +209,6 @@ def test_standalone_agent_ignores_files_and_hidden_directories(tmp_path: Path) -
 
 
 def test_standalone_instance_values_come_from_instance_json(tmp_path: Path) -> None:
-    """The values in instance.json include the size of the persistent disk, which is passed to drain scripts."""
     (tmp_path / "jobs/web").mkdir(parents=True)
     about = {"deployment": "shop", "name": "front", "id": "front-2", "az": "z3", "index": 2, "persistent_disk": 1024}
     (tmp_path / "instance.json").write_text(json.dumps(about))
@@ -236,7 +225,6 @@ def test_error_names_an_invalid_standalone_instance_file(tmp_path: Path) -> None
 
 
 async def test_status_shows_a_failed_pre_start_with_its_last_line(place: StandaloneTree) -> None:
-    """The instance is failing until the script has been fixed."""
     place.job("web")
     script = place.rendered / "jobs/web/bin/pre-start"
     script.write_text("#!/bin/sh\necho no port is set >&2\nexit 3\n")

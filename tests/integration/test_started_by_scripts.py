@@ -1,6 +1,6 @@
 """Services whose processes were started by one of the job's scripts, as in bosh-dns-release.
 
-There, the pre-start runs the ctl scripts of three services as root and as vcap. When the services are started later,
+There, the pre-start runs three services' ctl scripts as root and as vcap. When the services are started later,
 the ctl scripts find the processes running and exit.
 """
 
@@ -49,7 +49,7 @@ def world(world: JobTree) -> JobTree:
 
 @contextlib.asynccontextmanager
 async def adopted(world: JobTree) -> AsyncIterator[tuple[Supervisor, list[int]]]:
-    """Run a pre-start that starts the processes of three services, then start the services.
+    """Run a pre-start that starts three services' processes, then start the services.
 
     Yield the supervisor and the pids of the processes and their children.
     """
@@ -91,7 +91,7 @@ async def run_script(world: JobTree, supervisor: Supervisor, name: str, job: str
 
 
 def pids(world: JobTree) -> list[int]:
-    """Return the pids of the three services' processes and of their children, as far as they exist yet."""
+    """Return the pids of the three services' processes and their children, without those that do not exist yet."""
     files = [path for name in NAMES for path in (world.pidfile(name), world.base / f"{name}.child")]
     return [pid for path in files if (pid := number_in(path))]
 
@@ -102,9 +102,6 @@ async def started(world: JobTree) -> list[int]:
 
 
 async def test_processes_started_by_pre_start_belong_to_the_services(world: JobTree) -> None:
-    """The agent does not start the processes again. When a service is stopped, its process and child are killed,
-    whatever user they run as.
-    """
     async with adopted(world) as (supervisor, found):
         for name in NAMES:
             shown = info(supervisor, name)
@@ -125,11 +122,8 @@ async def test_processes_started_by_pre_start_belong_to_the_services(world: JobT
         assert not any(map(is_alive, [*found, *later]))
 
 
-async def test_killed_process_of_pre_start_is_restarted(world: JobTree) -> None:
-    """The processes of the other services keep running, although all of them have the same keeper.
-
-    The child of the killed process is killed when all jobs are stopped.
-    """
+async def test_killed_process_that_pre_start_started_is_restarted(world: JobTree) -> None:
+    """The other services' processes must keep running, even though they all have the same keeper."""
     async with adopted(world) as (supervisor, found):
         os.kill(found[0], 9)
         await until(lambda: info(supervisor, "dns").pid not in (0, found[0]))
@@ -140,7 +134,6 @@ async def test_killed_process_of_pre_start_is_restarted(world: JobTree) -> None:
 
 
 async def test_next_agent_recognizes_processes_started_by_pre_start(world: JobTree) -> None:
-    """The next agent finds the processes below the keeper of the pre-start script."""
     job = dns(world)
     async with world.supervising() as supervisor:
         await run_script(world, supervisor, "pre-start")
@@ -154,9 +147,9 @@ async def test_next_agent_recognizes_processes_started_by_pre_start(world: JobTr
         assert len(world.lines()) == 3
 
 
-async def test_stop_ends_processes_left_by_a_failed_pre_start(world: JobTree) -> None:
-    """The Director stops all jobs before it runs pre-start again. If a process survived the stop, pre-start could find
-    a port or lock in use.
+async def test_stop_kills_processes_left_by_a_failed_pre_start(world: JobTree) -> None:
+    """The Director stops all jobs before it runs pre-start again. If a process remained, pre-start could find a port or
+    lock in use.
     """
     other = world.base / "other.number"
     job = dns(world, f"setsid sleep 600 & echo $! >{other}; exit 1")
@@ -189,8 +182,8 @@ esac
 async def test_deployment_after_a_failed_pre_start_runs_one_server_that_never_restarts(
     world: JobTree, is_named: bool
 ) -> None:
-    """In a real deployment, the process of the failed pre-start kept its port, and bosh-dns's health check was
-    restarted 36 times.
+    """If the failed pre-start's process kept its port, bosh-dns's health check would be restarted again and
+    again.
     """
     port, failed = free_port(), world.base / "failed"
     ctl = world.script("health", "ctl", SERVER_CTL.format(server=shlex.join([sys.executable, "-c", SERVER]), port=port))
@@ -226,8 +219,8 @@ def is_open(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_pidfile_naming_a_process_of_another_jobs_script_is_ignored(world: JobTree) -> None:
+@pytest.mark.attack("a job writes the pid of a root process or of another job's process into its pidfile")
+async def test_pidfile_naming_a_process_started_by_another_jobs_script_is_ignored(world: JobTree) -> None:
     other = world.base / "other.number"
     dns(world, f"setsid sleep 600 & echo $! >{other}")
     async with world.supervising() as supervisor:

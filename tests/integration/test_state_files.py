@@ -1,6 +1,5 @@
-"""Damaged or hostile files in place of the files that the agent reads when it starts.
-
-The agent starts nevertheless, or says in one line why it cannot.
+"""If a file that the agent reads at startup is damaged or malicious, the agent either starts anyway or exits with a
+one-line error message.
 """
 
 from __future__ import annotations
@@ -84,8 +83,8 @@ CASES = [
         names,
         kind,
         id=f"{group}: {kind}",
-        # The daily tests try all kinds of damage on the files in OTHERS, and two kinds on each other group. After
-        # damage to the lease, a start waits until the lease has expired.
+        # The daily tests apply every kind of damage to the files in OTHERS, and two kinds to each other group. They
+        # leave the lease alone, because the agent would wait for a damaged lease to expire. The slow tests do the rest.
         marks=() if group == "others" or ((number - place) % 3 == 0 and group != "lease") else pytest.mark.slow,
     )
     for place, (group, names) in enumerate(GROUPS.items())
@@ -93,7 +92,7 @@ CASES = [
 ]
 
 
-@pytest.mark.attack("root in a container damages the files from which the agent starts")
+@pytest.mark.attack("root in a container damages files that the agent reads at boot")
 @pytest.mark.parametrize(("names", "kind"), CASES)
 async def test_hostile_state_files_do_not_block_the_start_or_fill_the_memory(
     instance: RunningAgent, names: tuple[str, ...], kind: str
@@ -117,7 +116,7 @@ async def test_hostile_state_files_do_not_block_the_start_or_fill_the_memory(
     assert "Traceback" not in instance.log_text()
 
 
-@pytest.mark.attack("root in a container damages the files from which the agent starts")
+@pytest.mark.attack("root in a container damages files that the agent reads at boot")
 @pytest.mark.parametrize("name", COPIES)
 async def test_fifo_in_place_of_a_state_copy_fails_the_boot(tmp_path: Path, name: str) -> None:
     paths = Paths(tmp_path)

@@ -23,7 +23,6 @@ def stemcell(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_light_stemcell_names_its_image_and_has_valid_digests(tmp_path: Path) -> None:
-    """The manifest names the image in every form that a CPI reads. The tarball's image file is empty."""
     result = stemcell("--light", "--image", f"ghcr.io/x/shim:1@{DIGEST}", "--version", "1.2", "--out", str(tmp_path))
     assert (result.returncode, result.stderr) == (0, "")
     path = Path(result.stdout.strip())
@@ -47,7 +46,7 @@ def test_light_stemcell_names_its_image_and_has_valid_digests(tmp_path: Path) ->
 
 
 def test_light_stemcell_needs_a_digest(tmp_path: Path) -> None:
-    """A tag alone could refer to another image later."""
+    """A tag alone could later refer to a different image."""
     result = stemcell("--light", "--image", "ghcr.io/x/shim:1", "--out", str(tmp_path))
 
     assert result.returncode == 1
@@ -56,9 +55,6 @@ def test_light_stemcell_needs_a_digest(tmp_path: Path) -> None:
 
 
 def test_licences_are_read_from_the_copyright_files() -> None:
-    """For a machine-readable file, the licence comes from its fields. For other files, it comes from references to
-    common licences.
-    """
     found = licences(
         [
             "tini/copyright:License: Expat",

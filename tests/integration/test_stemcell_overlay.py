@@ -39,8 +39,9 @@ def applied(root: Path, *arguments: str, program: Path = OVERLAY / "apply") -> l
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, int, float]]:
-    """Return the inode, mode and change time of every file and directory below ``root``. A new owner also changes the
-    change time.
+    """Return the inode, mode and change time of every file and directory under ``root``.
+
+    A change of owner also updates the change time.
     """
     found = {}
     for path in sorted(root.rglob("*")):
@@ -50,7 +51,7 @@ def snapshot(root: Path) -> dict[str, tuple[int, int, float]]:
 
 
 def put(root: Path, path: str, text: str, mode: int = 0o644) -> Path:
-    """Write a file below ``root``. Return its path."""
+    """Write a file under ``root``. Return its path."""
     place = root / path
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(text)
@@ -60,7 +61,7 @@ def put(root: Path, path: str, text: str, mode: int = 0o644) -> Path:
 
 @pytest.fixture
 def debian(tmp_path: Path) -> Path:
-    """Create those files of a Debian system that the overlay reads or changes."""
+    """Create the Debian system files that the overlay reads or changes."""
     put(tmp_path, "etc/passwd", "root:x:0:0:root:/root:/bin/bash\n")
     put(tmp_path, "etc/shadow", "root:*:1:0:99999:7:::\n", 0o640)
     put(tmp_path, "etc/group", "root:x:0:\nadm:x:4:\naudio:x:29:pulse\n")
@@ -73,10 +74,6 @@ def debian(tmp_path: Path) -> Path:
 
 
 def test_overlay_contains_everything_in_its_manifest(debian: Path) -> None:
-    """Directories, files and links have the paths, modes, contents and owners that the manifest lists.
-
-    Applying the overlay again changes nothing. Applying it over an older overlay updates the files.
-    """
     put(debian, "var/lib/dpkg/status", "Package: sysv\nVersion: 300\n\nPackage: systemd\nVersion: 254.1-3\n\n")
     applied(debian)
 
@@ -91,7 +88,7 @@ def test_overlay_contains_everything_in_its_manifest(debian: Path) -> None:
     if os.geteuid() == 0:  # only root can change owners
         assert ((debian / "home/vcap").stat().st_uid, (debian / "home/vcap").stat().st_gid) == (1000, 1000)
         assert (debian / "opt/agent_shim/launch").stat().st_uid == 0
-    # Scripts of pxc and other releases call this program. If it failed, they would try other methods, which do not
+    # Scripts in pxc and other releases call this program. If it failed, they would try other methods, which do not
     # exist here.
     done = subprocess.run([debian / "var/vcap/bosh/etc/bosh-enable-monit-access", "1000"], capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
@@ -105,8 +102,8 @@ def test_overlay_contains_everything_in_its_manifest(debian: Path) -> None:
 
 @pytest.mark.root
 def test_overlay_gives_ping_the_net_raw_capability_only_if_ping_has_no_privileges(debian: Path) -> None:
-    """The capability is permitted but not effective. If it were effective, ping would not start in a container that
-    lacks it, although it could use ICMP sockets there.
+    """The capability must not be effective. Otherwise, ping would not start in a container that lacks the capability,
+    even though ping could use ICMP sockets there.
     """
     permitted = struct.pack("<5I", 0x02000000, 1 << 13, 0, 0, 0)
     effective = struct.pack("<5I", 0x02000001, 1 << 13, 0, 0, 0)
@@ -126,10 +123,7 @@ def test_overlay_gives_ping_the_net_raw_capability_only_if_ping_has_no_privilege
 
 
 def test_overlay_adds_users_and_groups(debian: Path) -> None:
-    """The user vcap gets its uid and groups, but no password. Existing entries stay.
-
-    The user ``ubuntu`` of Ubuntu's images has the same uid, so it is removed from all files.
-    """
+    """The ``ubuntu`` user in Ubuntu's images has the same uid as vcap, so it must be removed from all files."""
     put(debian, "etc/passwd", "root:x:0:0:root:/root:/bin/bash\nubuntu:x:1000:1000::/nowhere:/bin/bash\n")
     put(debian, "etc/group", "root:x:0:\nadm:x:4:syslog,ubuntu\naudio:x:29:pulse\nubuntu:x:1000:\n")
     applied(debian)
@@ -148,9 +142,6 @@ def test_overlay_adds_users_and_groups(debian: Path) -> None:
 
 @pytest.mark.parametrize(("version", "knows"), [("252.39-1~deb12u1", False), ("1:257.9-1", True), (None, False)])
 def test_overlay_omits_unit_keys_unknown_to_older_systemd(debian: Path, version: str | None, knows: bool) -> None:
-    """The overlay reads systemd's version from dpkg's status file. The keys are also omitted if systemd is not
-    installed.
-    """
     package = f"systemd\nVersion: {version}" if version else "dpkg\nVersion: 300"
     put(debian, "var/lib/dpkg/status", f"Package: {package}\n\n")
     applied(debian)
@@ -160,12 +151,9 @@ def test_overlay_omits_unit_keys_unknown_to_older_systemd(debian: Path, version:
     assert (units / "agent-shim.service").exists()
 
 
-def test_overlay_removes_replaced_programs_cron_lists_and_build_traces(debian: Path) -> None:
-    """The overlay removes runit services of the programs that it replaces, whether they are links or directories, and a
-    list of users who may not use cron.
-
-    It also removes logs of apt and dpkg, and the resolver configuration and host name of the build machine, which
-    mmdebstrap copies. A link such as machine-id belongs to the distribution and stays.
+def test_overlay_removes_replaced_services_cron_deny_and_build_traces(debian: Path) -> None:
+    """mmdebstrap copies the build machine's resolver configuration and host name. A link such as machine-id
+    belongs to the distribution and stays.
     """
     put(debian, "etc/service/agent/run", "#!/bin/sh")
     (debian / "etc/service/monit").symlink_to("/etc/sv/monit")
@@ -187,7 +175,6 @@ def test_overlay_removes_replaced_programs_cron_lists_and_build_traces(debian: P
 
 
 def test_overlay_manifest_matches_its_rootfs() -> None:
-    """The manifest lists each file in rootfs exactly once."""
     listed = [row["path"] for row in MANIFEST["file"] if "source" not in row]
     present = [f"/{path.relative_to(OVERLAY / 'rootfs')}" for path in (OVERLAY / "rootfs").rglob("*") if path.is_file()]
 
@@ -213,7 +200,6 @@ def test_overlay_reuses_a_directory_created_concurrently(debian: Path, monkeypat
 
 
 def test_overlay_dry_run_changes_nothing(debian: Path) -> None:
-    """A dry run lists every change that a real run then makes."""
     before = snapshot(debian)
     said = applied(debian, "--dry-run")
 
@@ -234,7 +220,6 @@ def test_overlay_clears_no_file_through_a_link(debian: Path, tmp_path: Path) -> 
 
 
 def test_overlay_applies_to_an_empty_root(tmp_path: Path, built: Path) -> None:
-    """An empty directory becomes a complete tree, and a second run changes nothing."""
     applied(tmp_path, program=built / "apply")
 
     assert (tmp_path / "sbin/init").is_symlink()
@@ -264,8 +249,8 @@ STEMCELL_PATH = 'PATH="/usr/bin:/usr/games:/var/vcap/bosh/bin"'
         (f"{STEMCELL_PATH}\nA=b\n", [STEMCELL_PATH, "A=b"]),
     ],
 )
-def test_agent_commands_are_in_the_path_of_every_base_image(debian: Path, before: str, after: list[str]) -> None:
-    """Ubuntu's image has a PATH in /etc/environment, Debian's has none, and the PATH of a stemcell already contains the
+def test_agent_commands_are_in_every_base_images_path(debian: Path, before: str, after: list[str]) -> None:
+    """Ubuntu's image has a PATH in /etc/environment, Debian's has none, and a stemcell's PATH already contains the
     directory.
     """
     put(debian, "etc/environment", before)
@@ -288,7 +273,6 @@ def test_home_directories_get_skeleton_files_and_keep_existing_ones(debian: Path
 
 
 def test_overlay_lists_development_tools_and_static_libraries(debian: Path) -> None:
-    """The lists contain files and links of installed compilers, but not of libraries with similar package names."""
     for path in ("usr/bin/gcc-12", "usr/lib/gcc/libgcc.a", "usr/lib/libz.a", "usr/lib/libgcc_s.so.1"):
         put(debian, path, "")
     (debian / "usr/bin/gcc").symlink_to("gcc-12")
@@ -307,11 +291,7 @@ def test_overlay_lists_development_tools_and_static_libraries(debian: Path) -> N
     assert (etc / "static_libraries_list").read_text().splitlines() == ["/usr/lib/gcc/libgcc.a", "/usr/lib/libz.a"]
 
 
-def test_overlay_on_a_stemcell_keeps_its_settings(debian: Path) -> None:
-    """The stemcell's own agent.json, version, lists, and programs such as chpst stay.
-
-    Programs that the overlay replaces are renamed, so that they can be restored.
-    """
+def test_overlay_keeps_the_stemcells_settings(debian: Path) -> None:
     kept = {
         "var/vcap/bosh/agent.json": '{"Platform": {}}',
         "var/vcap/bosh/etc/stemcell_version": "1.25",
@@ -350,7 +330,7 @@ def test_overlay_on_a_stemcell_keeps_its_settings(debian: Path) -> None:
 
 @pytest.fixture
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide an overlay that contains the agent program, as ``docker build --target overlay`` creates it."""
+    """Return an overlay that contains the agent program, as ``docker build --target overlay`` creates it."""
     made = tmp_path_factory.mktemp("built")
     shutil.copytree(OVERLAY, made / "stemcell_overlay")
     shutil.copytree(ROOT / "systemd", made / "systemd")
@@ -362,7 +342,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_built_overlay_installs_the_agent_program(debian: Path, built: Path) -> None:
-    """No file of an older agent program remains. Applying the overlay again changes nothing."""
     put(debian, "opt/agent_shim/lib/module.py", "old")
     put(debian, "opt/agent_shim/lib/gone.py", "old")
     for arguments in (("--dry-run",), ()):
@@ -377,8 +356,7 @@ def test_built_overlay_installs_the_agent_program(debian: Path, built: Path) -> 
     assert applied(debian, program=built / "apply") == []
 
 
-def test_overlay_does_not_change_a_program_in_a_volume(debian: Path) -> None:
-    """If /opt/agent_shim is a read-only volume, the rest of the overlay is still applied."""
+def test_overlay_leaves_the_agent_program_in_a_volume_unchanged(debian: Path) -> None:
     (debian / "opt/agent_shim").chmod(0o555)
     before = snapshot(debian / "opt")
     applied(debian, "--without-program")
@@ -390,7 +368,6 @@ def test_overlay_does_not_change_a_program_in_a_volume(debian: Path) -> None:
 
 
 def test_overlay_reports_why_it_cannot_be_applied_to_a_root(debian: Path) -> None:
-    """The reasons are that the directory is missing, that another user has vcap's uid, or that links form a loop."""
     missing = apply(debian / "none")
     put(debian, "etc/passwd", "jane:x:1000:1000::/nowhere:/bin/bash\n")
     taken = apply(debian)
@@ -406,12 +383,7 @@ def test_overlay_reports_why_it_cannot_be_applied_to_a_root(debian: Path) -> Non
 
 
 def test_overlay_resolves_links_inside_the_image(debian: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Absolute links and ``..`` lead to the same files as in the running image, and nothing outside the image is
-    written.
-
-    The overlay must open the image's directory once and resolve all paths from there. Otherwise paths that begin with
-    ``/var`` or ``/opt`` could lead through links in the image to files outside.
-    """
+    """Paths that begin with ``/var`` or ``/opt`` could otherwise lead through links in the image to files outside."""
     outside = tmp_path_factory.mktemp("outside")
     descriptor = os.open(outside, os.O_RDONLY | os.O_DIRECTORY)
     name = f"proc/{os.getpid()}/fd/{descriptor}"
@@ -442,7 +414,6 @@ def test_systemd_unit_starts_the_program_that_the_overlay_installs() -> None:
     ids=lambda row: row["path"],
 )
 def test_overlay_scripts_have_valid_syntax(row: dict[str, Any]) -> None:
-    """Each script can be parsed by sh or Python."""
     script = OVERLAY / f"rootfs{row['path']}"
     is_python = script.read_text().partition("\n")[0].endswith("python3 -IS")
     parse = "import sys; compile(open(sys.argv[1]).read(), sys.argv[1], 'exec')"

@@ -1,7 +1,7 @@
-"""What a thief with a stolen agent certificate can do on a real bus while the agent is connected, and what not.
+"""What a thief with a stolen agent certificate can and cannot do on a real bus while the agent is connected.
 
-The bus gives the thief the permissions of the agent. The thief can read and answer requests to this agent. The thief
-can neither keep requests from the agent nor reach anyone except the Director and the Health Monitor.
+The bus gives the thief the agent's permissions, so the thief can read and answer requests to this agent. However,
+the thief can neither keep requests from the agent nor reach anyone except the Director and the Health Monitor.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ async def test_stolen_certificate_can_read_requests_but_not_intercept_them(tmp_p
     "agent.agent agent.other agent.* director.x.other.y hm.agent.alert.other hm.director.alert _INBOX.x"
     " $SYS.REQ.USER.INFO $JS.API.INFO".split(),
 )
-async def test_stolen_certificate_cannot_send_requests_or_publish_for_others(tmp_path: Path, subject: str) -> None:
-    """Not even requests to the agent whose certificate was stolen can be sent."""
+async def test_stolen_certificate_cannot_send_requests_or_publish_for_other_agents(
+    tmp_path: Path, subject: str
+) -> None:
     async with talking(tmp_path) as talk:
         await talk.server.add_agent("other")
         async with (
@@ -67,7 +68,7 @@ async def test_stolen_certificate_cannot_send_requests_or_publish_for_others(tmp
 @pytest.mark.parametrize(
     "subject", ["agent.other", "agent.*", "agent.>", "director.>", "hm.>", "_INBOX.>", "$SYS.>", ">", "agent.other x"]
 )
-async def test_stolen_certificate_cannot_read_messages_of_other_agents(tmp_path: Path, subject: str) -> None:
+async def test_stolen_certificate_cannot_read_other_agents_messages(tmp_path: Path, subject: str) -> None:
     async with talking(tmp_path) as talk:
         await talk.server.add_agent("other")
         thief = talk.server.mbus("agent")
@@ -90,7 +91,7 @@ async def test_stolen_certificate_cannot_read_messages_of_other_agents(tmp_path:
 
 @pytest.mark.attack("another agent uses a stolen certificate")
 async def test_stolen_certificate_can_answer_before_the_agent(tmp_path: Path) -> None:
-    """Neither the protocol nor the agent can prevent this, because to the bus, whoever has the key is the agent."""
+    """Neither the protocol nor the agent can prevent this, because the bus identifies an agent only by its key."""
     async with talking(tmp_path) as talk:
         sent: list[asyncio.Task[None]] = []
 
@@ -103,10 +104,7 @@ async def test_stolen_certificate_can_answer_before_the_agent(tmp_path: Path) ->
 
 
 @pytest.mark.attack("another agent uses a stolen certificate")
-async def test_stolen_certificate_client_that_never_reads_delays_no_request(tmp_path: Path) -> None:
-    """The server closes only the thief's connection. The agent still receives all requests, and all its replies
-    arrive.
-    """
+async def test_requests_are_answered_while_a_client_with_a_stolen_certificate_never_reads(tmp_path: Path) -> None:
     async with talking(tmp_path) as talk:
         async with joined(talk.server.mbus("agent"), ("agent.agent",), lambda *_: None) as thief:
             assert thief.writer is not None
@@ -124,9 +122,6 @@ async def test_stolen_certificate_client_that_never_reads_delays_no_request(tmp_
 async def test_stolen_first_certificate_is_useless_after_the_rotation(tmp_path: Path) -> None:
     """The CPI's certificate is the first one. The Director replaces it with ``update_settings``, and the CPI's user is
     then removed from the bus.
-
-    A stolen certificate with the name of the current user stays valid even after a rotation, because the bus compares
-    only names. Only a new CA makes it invalid.
     """
     async with talking(tmp_path) as talk:
         heard: list[object] = []
@@ -147,7 +142,6 @@ async def test_stolen_first_certificate_is_useless_after_the_rotation(tmp_path: 
 
 @pytest.mark.attack("a neighbour poses as the bus, or sends requests in the Director's name")
 async def test_stolen_certificate_cannot_claim_another_name(tmp_path: Path) -> None:
-    """The server takes the name from the certificate, and rejects certificates of other CAs."""
     async with talking(tmp_path) as talk:
         pair = Authority().client(DIRECTOR)
         forged = replace(talk.server.peer(), certificate=pair.certificate, private_key=pair.private_key)
@@ -161,9 +155,7 @@ async def test_stolen_certificate_cannot_claim_another_name(tmp_path: Path) -> N
 
 @pytest.mark.attack("another agent uses a stolen certificate")
 async def test_two_agents_with_the_same_id_both_answer(tmp_path: Path) -> None:
-    """While the former container of an instance is still running, two agents have the same id. Both stay connected, and
-    the Director uses the first reply.
-    """
+    """While an instance's former container is still running, two agents have the same id."""
     async with talking(tmp_path) as talk, on_bus(talk.server.mbus("agent")) as twin:
         await connected(twin)
 

@@ -1,4 +1,4 @@
-"""Tests of a supervisor that starts, reports, stops and unmonitors real processes."""
+"""A supervisor starts, reports, stops and unmonitors real processes."""
 
 from __future__ import annotations
 
@@ -37,9 +37,6 @@ from tests.support.waiting import until
     ids=["becomes the daemon", "forks it twice", "stays beside it"],
 )
 async def test_start_program_may_daemonize_in_any_way(world: JobTree, start: str | None) -> None:
-    """The service's process is the one that the pidfile names. If the start program does not return, the agent neither
-    waits for it nor kills it.
-    """
     async with world.supervising(world.job("web", start)) as supervisor:
         found = await in_state(supervisor, "web", "running")
 
@@ -49,9 +46,7 @@ async def test_start_program_may_daemonize_in_any_way(world: JobTree, start: str
 
 
 async def test_service_is_starting_until_its_process_exists(world: JobTree) -> None:
-    """The Director polls right after the start and relies on the first "running" that it sees, so the agent must not
-    report it too early.
-    """
+    """The Director polls right after the start and relies on the first "running" that it sees."""
     start = program("fork_twice.py", world.pidfile("web"), 0.2)
     async with world.supervising(world.job("web", start)) as supervisor:
         states = set()
@@ -64,9 +59,6 @@ async def test_service_is_starting_until_its_process_exists(world: JobTree) -> N
 
 
 async def test_start_program_environment_matches_monit(world: JobTree) -> None:
-    """As under monit, the start program gets only PATH and MONIT_ variables, a new session, empty input, umask 022, and
-    / as its working directory.
-    """
     start = "env >$log.new; umask >>$log.new; pwd >>$log.new; wc -c >>$log.new; ps -o sid= -p $$ >>$log.new"
     start += "; echo $$ >>$log.new; mv $log.new $log; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)):
@@ -93,7 +85,6 @@ async def test_start_program_environment_matches_monit(world: JobTree) -> None:
     ],
 )
 async def test_failed_start_reports_the_last_line_of_output(world: JobTree, start: str, why: str) -> None:
-    """The alert is sent only once, although the start is retried."""
     job = world.job("web", start, timeout=60)
     script = world.base / "jobs/web/bin/start"
     if "cannot run" in why:
@@ -109,7 +100,6 @@ async def test_failed_start_reports_the_last_line_of_output(world: JobTree, star
 
 @pytest.mark.parametrize("end", ["success", "stop", "unmonitor"])
 async def test_repeated_start_failure_is_reported_again_only_after_a_change(world: JobTree, end: str) -> None:
-    """As under monit, further failures are not reported until the service has run, or was stopped or unmonitored."""
     start = f"[ -e {world.base}/good ] || exit 3; rm {world.base}/good; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start)) as supervisor:
         await until(lambda: info(supervisor, "web").restarts >= 2)
@@ -128,10 +118,8 @@ async def test_repeated_start_failure_is_reported_again_only_after_a_change(worl
         await supervisor.stop(wait=True)
 
 
-async def test_failed_ulimit_of_a_start_program_is_reported_while_its_process_runs(world: JobTree) -> None:
-    """If ``ulimit`` asks for more than the container's limit, the process runs with the lower limit, and the status
-    reports this.
-    """
+async def test_failed_ulimit_in_a_start_program_is_reported_while_its_process_runs(world: JobTree) -> None:
+    """If ``ulimit`` asks for more than the container's limit, the process runs with the lower limit."""
     drop = "setpriv --bounding-set=-sys_resource" if os.geteuid() == 0 else ""
     start = f"{drop} sh -c 'ulimit -n 64; ulimit -n 100000'; sleep 600 & echo $! >$pidfile"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -144,9 +132,6 @@ async def test_failed_ulimit_of_a_start_program_is_reported_while_its_process_ru
 
 
 async def test_slow_start_program_continues_and_its_process_is_adopted(world: JobTree) -> None:
-    """As with monit 5.2.5, the start is reported as failed after its timeout, and the process is found later. In the
-    meantime, the start program is not run a second time.
-    """
     world.timing = msgspec.structs.replace(FAST, cycle=0.5)
     start = "echo began >>$log; sleep 2; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
@@ -186,8 +171,7 @@ async def test_stop_kills_a_slow_start_program_with_its_children(world: JobTree)
         assert not is_alive(child)
 
 
-async def test_late_pidfile_is_adopted_without_a_second_start(world: JobTree) -> None:
-    """The process is found even if the daemon writes its pidfile after the start timeout."""
+async def test_process_with_a_late_pidfile_is_adopted_without_a_second_start(world: JobTree) -> None:
     world.timing = type(world.timing)(settle=0.1, backoff_first=0.05, linger=0.1, look=0.02, cycle=600)
     start = f"echo once >>$log; {program('fork_twice.py', world.pidfile('web'), 1.5)}"
     async with world.supervising(world.job("web", start, timeout=1)) as supervisor:
@@ -198,11 +182,9 @@ async def test_late_pidfile_is_adopted_without_a_second_start(world: JobTree) ->
         assert world.lines() == ["once"]
 
 
-@pytest.mark.attack("a job names a process of root or of another job in its pidfile")
+@pytest.mark.attack("a job writes the pid of a root process or of another job's process into its pidfile")
 async def test_stale_pidfile_is_ignored(world: JobTree) -> None:
-    """The pidfile is older than the start, so the process whose pid it contains does not belong to the service. The
-    agent does not signal that process.
-    """
+    """The pidfile is older than the start, so the process whose pid it contains does not belong to the service."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     world.pidfile("web").write_text(f"{stranger.pid}\n")
     job = world.job("web", "sleep 0.2; echo $$ >$pidfile; exec sleep 600", "exit 0", timeout=1)
@@ -218,9 +200,9 @@ async def test_stale_pidfile_is_ignored(world: JobTree) -> None:
         assert stranger.is_alive
 
 
-@pytest.mark.attack("a job names a process of root or of another job in its pidfile")
-async def test_new_pidfile_with_a_foreign_pid_is_ignored(world: JobTree) -> None:
-    """A script writes the pid of a process that it has not started. The service is not reported as running."""
+@pytest.mark.attack("a job writes the pid of a root process or of another job's process into its pidfile")
+async def test_pidfile_naming_a_process_that_the_script_did_not_start_is_ignored(world: JobTree) -> None:
+    """A script writes the pid of a process that it has not started."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     await until(lambda: clock.boot_ticks() > stranger.start_ticks)
     job = world.job("web", f"echo {stranger.pid} >$pidfile", "exit 0", timeout=1)
@@ -233,11 +215,7 @@ async def test_new_pidfile_with_a_foreign_pid_is_ignored(world: JobTree) -> None
 
 
 @pytest.mark.parametrize("stop", ["exit 0", "kill $(cat $pidfile)"])
-async def test_process_started_by_hand_is_ended_only_by_its_stop_program(world: JobTree, stop: str) -> None:
-    """A process that an operator started is adopted.
-
-    The agent itself sends it no signal, so if the stop program leaves it running, the stop fails.
-    """
+async def test_process_started_by_hand_is_stopped_only_by_its_stop_program(world: JobTree, stop: str) -> None:
     job = world.job("web", "echo once >>$log", stop)
     away = world.base / "packages" / "web"
     away.parent.mkdir()
@@ -255,9 +233,7 @@ async def test_process_started_by_hand_is_ended_only_by_its_stop_program(world: 
 
 
 async def test_process_started_by_monit_is_adopted(world: JobTree) -> None:
-    """After an upgrade from the Go agent and monit, the process is not started again. It can be stopped with its stop
-    program.
-    """
+    """After an upgrade from the Go agent and monit, the process must not be started again."""
     command = "/bin/sh", "-c", "while :; do sleep 600; done", world.base / "web"
     monits = foreign(*command, TEST_OF=str(world.base), PATH="/bin")
     world.pidfile("web").write_text(f"{monits}\n")
@@ -269,7 +245,6 @@ async def test_process_started_by_monit_is_adopted(world: JobTree) -> None:
 
 
 async def test_process_is_found_by_its_command_line_pattern(world: JobTree) -> None:
-    """The check has ``matching`` instead of a pidfile."""
     name = f"marker_{os.getpid()}"
     script = world.script("web", "start", f"sh -c 'while :; do sleep 600; done' {name} &")
     stop = world.script("web", "stop", "exit 0")
@@ -287,7 +262,6 @@ async def test_process_is_found_by_its_command_line_pattern(world: JobTree) -> N
 
 
 async def test_dependencies_start_first_and_stop_last(world: JobTree) -> None:
-    """The order of the job files does not matter."""
     start = "echo start $name >>$log; sleep 0.05; echo $$ >$pidfile; exec sleep 600"
     stop = "echo stop $name >>$log; kill $(cat $pidfile)"
     files = [
@@ -303,15 +277,15 @@ async def test_dependencies_start_first_and_stop_last(world: JobTree) -> None:
 
 
 async def test_independent_processes_start_in_parallel(world: JobTree) -> None:
-    """Each start program waits until the other one has begun, so they must run at the same time."""
+    """Each start program waits until the other one has begun."""
     start = "touch $log.$name; while [ ! -e $log.{} ]; do sleep 0.01; done; echo $$ >$pidfile; exec sleep 600"
     async with world.supervising(world.job("a", start.format("b")), world.job("b", start.format("a"))) as supervisor:
         await in_state(supervisor, "a", "running")
         await in_state(supervisor, "b", "running")
 
 
-async def test_dependant_of_a_failed_service_is_still_started(world: JobTree) -> None:
-    """As in monit, a dependency determines only the order of starts."""
+async def test_dependent_of_a_failed_service_is_still_started(world: JobTree) -> None:
+    """As in monit, dependencies determine only the start order."""
     files = [world.job("b", None, "exit 0", "depends on a"), world.job("a", "exit 1")]
     async with world.supervising(*files) as supervisor:
         await in_state(supervisor, "b", "running")
@@ -321,7 +295,6 @@ async def test_dependant_of_a_failed_service_is_still_started(world: JobTree) ->
 
 
 async def test_invalid_monit_file_is_reported_as_one_failing_process(world: JobTree) -> None:
-    """Other jobs run, but the instance is failing."""
     files = [world.job("web"), JobFile("bad", "", "check process bad with pidfile"), world.job("worker")]
     async with world.supervising(*files) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -339,7 +312,6 @@ async def test_invalid_monit_file_is_reported_as_one_failing_process(world: JobT
 
 
 async def test_processes_outside_the_vcap_group_are_hidden_from_the_director(world: JobTree) -> None:
-    """Processes outside the group are started. The Director's requests neither report nor count nor stop them."""
     files = [world.job("web"), world.job("own", group="group other"), world.job("ill", "exit 1", group="")]
     async with world.supervising(*files) as supervisor:
         own = await in_state(supervisor, "own", "running")
@@ -357,9 +329,6 @@ async def test_processes_outside_the_vcap_group_are_hidden_from_the_director(wor
 
 
 async def test_stop_runs_the_stop_program(world: JobTree) -> None:
-    """The stop is complete when the stop program and the process have exited. A marker file then records that the jobs
-    are stopped until the next start, even while no agent is running.
-    """
     stop = "kill $(cat $pidfile); sleep 0.1; echo done >>$log"
     async with world.supervising(world.job("web", None, stop)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -377,10 +346,6 @@ async def test_stop_runs_the_stop_program(world: JobTree) -> None:
 
 
 async def test_instance_is_starting_as_soon_as_a_start_is_requested(world: JobTree) -> None:
-    """While the request is being saved, the instance may still be reported as stopped.
-
-    The monit files for operators are written before the request is answered.
-    """
     job = world.job("web")
     async with world.supervising(job) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -400,9 +365,7 @@ async def test_instance_is_starting_as_soon_as_a_start_is_requested(world: JobTr
 
 
 async def test_stop_is_answered_after_the_pending_save(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the agent crashes right after its answer, the saved state must already say that all jobs are stopped. A save
-    may still be in progress when the last process exits, so the answer waits for it.
-    """
+    """If the agent crashes right after its answer, the saved state must already say that all jobs are stopped."""
     write, leave = files.write_atomic, Service.has_left
 
     def slowly(path: Path, content: bytes, **options: Any) -> None:
@@ -452,8 +415,9 @@ def _ticks(pid: int) -> int:
     ],
     ids=["the process goes on", "the program hangs"],
 )
-async def test_stop_kills_what_remains_after_the_stop_timeout(world: JobTree, start: str | None, stop: str) -> None:
-    """If the process and the stop program do not exit in time, they get SIGTERM and later SIGKILL."""
+async def test_stop_kills_processes_that_remain_after_the_stop_timeout(
+    world: JobTree, start: str | None, stop: str
+) -> None:
     async with world.supervising(world.job("web", start, stop, timeout=1)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await supervisor.stop(wait=True)
@@ -467,10 +431,6 @@ async def test_stop_kills_what_remains_after_the_stop_timeout(world: JobTree, st
 async def test_stop_works_without_a_stop_program_and_without_a_running_process(
     world: JobTree, stop: str | None, said: list[str]
 ) -> None:
-    """If a job has no stop program, the agent kills the process, unlike monit.
-
-    If the process has already exited during a drain, the stop program still runs, because it may have other tasks.
-    """
     async with world.supervising(world.job("web", None, stop)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         if stop is not None:
@@ -483,10 +443,8 @@ async def test_stop_works_without_a_stop_program_and_without_a_running_process(
         assert world.lines() == said
 
 
-async def test_process_of_a_check_without_start_program_is_not_signalled(world: JobTree) -> None:
-    """A check without a start program watches a process of the system. A stop runs the stop program, but the agent
-    itself does not kill the process.
-    """
+async def test_process_watched_by_a_check_without_a_start_program_is_not_signalled(world: JobTree) -> None:
+    """A check without a start program watches a system process."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     world.pidfile("sys").write_text(f"{stranger.pid}\n")
     stop = world.script("sys", "stop", "echo $$ >>$log; exec sleep 600")
@@ -505,8 +463,8 @@ async def test_process_of_a_check_without_start_program_is_not_signalled(world: 
 
 @pytest.mark.attack("a job hides a process so that stopping the job misses it")
 @pytest.mark.parametrize("how", ["", "wipe"])
-async def test_no_process_of_a_job_survives_its_stop(world: JobTree, how: str) -> None:
-    """The job has a process in another session, in one of the cases even without an environment."""
+async def test_no_job_process_survives_a_stop(world: JobTree, how: str) -> None:
+    """A process may have left its session and cleared its environment."""
     child = world.base / "child"
     start = f"exec {program('new_session.py', '$pidfile', child, how)}"
     async with world.supervising(world.job("web", start)) as supervisor:
@@ -517,8 +475,8 @@ async def test_no_process_of_a_job_survives_its_stop(world: JobTree, how: str) -
         assert not is_alive(pid)
 
 
-async def test_children_of_a_killed_process_are_ended_before_its_successor_starts(world: JobTree) -> None:
-    """A child in another session and without an environment could still have a port that the successor needs."""
+async def test_children_of_a_killed_process_are_killed_before_its_successor_starts(world: JobTree) -> None:
+    """A child in another session and without an environment could still hold a port that the successor needs."""
     child = world.base / "child"
     start = f"[ -e {child} ] && kill -0 $(cat {child}) && echo beside >>$log; rm -f {child}; exec " + program(
         "new_session.py", "$pidfile", child, "wipe"
@@ -551,8 +509,7 @@ async def test_child_forked_right_before_an_exit_is_killed_before_the_successor_
         await supervisor.stop(wait=True)
 
 
-async def test_stop_during_a_start_ends_the_start_program(world: JobTree) -> None:
-    """The start program is killed before the stop program runs, and nothing is started afterwards."""
+async def test_stop_during_a_start_kills_the_start_program(world: JobTree) -> None:
     stop = "kill -0 $(cat $log) && echo beside >>$log"
     async with world.supervising(world.job("web", "echo $$ >>$log; sleep 600; echo $$ >$pidfile", stop)) as supervisor:
         pid = int((await until(world.lines))[0])
@@ -568,7 +525,7 @@ async def test_stop_is_complete_before_the_director_gives_up(world: JobTree, mon
     says.
     """
     assert 0 < supervisors.KILL_SHARE < 1
-    monkeypatch.setattr(supervisors, "KILL_SHARE", 0.02)  # so that even a busy machine stays within the limit
+    monkeypatch.setattr(supervisors, "KILL_SHARE", 0.02)  # Even a busy machine stays within this limit.
     start = f"exec {program('ignore_term.sh', '$pidfile')}"
     async with world.supervising(world.job("web", start, "sleep 600", timeout=600)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -580,7 +537,6 @@ async def test_stop_is_complete_before_the_director_gives_up(world: JobTree, mon
 async def test_a12_stop_timeout_error_has_the_text_that_the_director_tolerates(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error contains "Timed out waiting for service", because the Director tolerates errors with this text."""
     monkeypatch.setattr(process, "send", _lose)
     monkeypatch.setattr(Keeper, "kill", AsyncMock())
     job = world.job("web", f"exec {program('ignore_term.sh', '$pidfile')}", "exit 0")
@@ -601,8 +557,7 @@ def _lose(_: tuple[int, int], sig: int) -> bool:
     return True
 
 
-async def test_a12_stop_of_an_unkillable_process_fails(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error message matches the Go agent's."""
+async def test_a12_stopping_an_unkillable_process_fails(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "send", _lose)
     monkeypatch.setattr(Keeper, "kill", AsyncMock())
     monkeypatch.setattr(keeper, "KILL_TIMEOUT_S", 0.1)
@@ -613,18 +568,16 @@ async def test_a12_stop_of_an_unkillable_process_fails(world: JobTree, monkeypat
             await supervisor.stop(wait=True)
 
         reason = info(supervisor, "web").reason
-        # The shell's child may or may not have executed sleep when its name is read.
+        # The shell's child may still be named sh, because it may not have become sleep yet when its name is read.
         assert re.fullmatch(rf"cannot end {found.pid} \((sh|sleep)\)", reason)
         assert str(caught.value) == f"Stopping services '[web]' errored: web: {reason}"
         monkeypatch.undo()
 
 
-async def test_stop_fails_if_the_keeper_has_children_that_are_not_shown(
+async def test_stop_fails_while_the_keeper_reports_children_that_proc_does_not_show(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, a killed process that is being traced stays a zombie until its tracer reaps it. Whether the service
-    is stopped is decided by the keeper's report, not by what /proc shows.
-    """
+    """For example, a killed process that is being traced stays a zombie until its tracer reaps it."""
     monkeypatch.setattr(process, "send", _lose)
     monkeypatch.setattr(Keeper, "kill", AsyncMock())
     monkeypatch.setattr(Keeper, "processes", lambda _: [])
@@ -675,8 +628,8 @@ async def test_unmonitored_process_keeps_running(world: JobTree) -> None:
 
 
 async def test_apply_between_starts_does_not_affect_processes(world: JobTree) -> None:
-    """The Director's apply replaces the configuration and monit files of running jobs. Their processes keep running,
-    and only their next stop uses the new configuration.
+    """The Director's apply replaces running jobs' configuration and monit files. Only their next stop uses the
+    new configuration.
     """
     job, more = world.job("web"), world.job("more", file="x")
     async with world.supervising(job) as supervisor:
@@ -701,7 +654,9 @@ async def test_apply_between_starts_does_not_affect_processes(world: JobTree) ->
         assert world.lines() == ["new"]
 
 
-async def test_exception_in_a_service_task_ends_the_supervisor(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_exception_in_a_service_task_stops_the_supervisor(
+    world: JobTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If the exception were ignored, the service would stay unsupervised without anybody noticing. The agent restarts
     instead.
     """
@@ -718,10 +673,8 @@ async def test_exception_in_a_service_task_ends_the_supervisor(world: JobTree, m
                 await supervisor.run()
 
 
-async def test_stop_spares_a_process_that_a_service_of_another_group_watches(world: JobTree) -> None:
-    """The Director's stop does not include the service in the other group, so the process that this service watches
-    must keep running.
-    """
+async def test_stop_spares_a_process_that_a_service_in_another_group_watches(world: JobTree) -> None:
+    """The Director's stop does not include the service in the other group."""
     jobs = [world.job("web"), world.job("other", "exit 1", group="group other")]
     script = world.script("other", "pre-start", "setsid sleep 600 & echo $! >$pidfile")
     async with world.supervising() as supervisor:

@@ -1,4 +1,4 @@
-"""After a restart of the agent, a new supervisor continues to supervise the jobs without restarting them."""
+"""After the agent restarts, a new supervisor continues to supervise the jobs without restarting them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.waiting import until
 
 
 async def kill_all(*pids: int) -> None:
-    """Kill these processes, and wait until they have ended."""
+    """Kill these processes, and wait until they have exited."""
     for pid in pids:
         kill(pid)
     await until(lambda: not any(is_alive(pid) for pid in pids))
@@ -40,10 +40,7 @@ def pids(supervisor: Supervisor) -> dict[str, int]:
     return {each.process.name: each.pid for each in supervisor.services()}
 
 
-async def test_next_agent_adopts_processes_of_any_origin(world: JobTree) -> None:
-    """Processes are adopted whether they are children of a start program or daemons. The saved state is restored
-    immediately.
-    """
+async def test_next_agent_adopts_children_and_daemons(world: JobTree) -> None:
     files = [
         world.job("web", "echo $name >>$log; echo $$ >$pidfile; exec sleep 600"),
         world.job("worker", f"echo $name >>$log; {program('fork_twice.py', world.pidfile('worker'))}"),
@@ -63,8 +60,9 @@ async def test_next_agent_adopts_processes_of_any_origin(world: JobTree) -> None
 
 
 async def killed_agent(world: JobTree, *files: JobFile) -> dict[str, int]:
-    """Start the jobs with an agent in another process, then kill this agent with SIGKILL. Return the pid of each job's
-    process.
+    """Start the jobs with an agent in another process, then kill this agent with SIGKILL.
+
+    Return the pid of each job's process.
     """
     (world.base / "files.json").write_bytes(msgspec.json.encode(files))
     agent = process.spawn(
@@ -82,7 +80,6 @@ async def killed_agent(world: JobTree, *files: JobFile) -> dict[str, int]:
 
 
 async def test_killed_agent_does_not_affect_jobs(world: JobTree) -> None:
-    """The next agent adopts all processes. If one of them exits later, it is restarted."""
     with reaper.reaping():
         before = await killed_agent(world, world.job("a"), world.job("b"), world.job("c"))
         async with world.supervisor() as supervisor:
@@ -96,8 +93,7 @@ async def test_killed_agent_does_not_affect_jobs(world: JobTree) -> None:
             assert info(supervisor, "a").last_exit == "SIGKILL"
 
 
-async def test_process_that_died_without_an_agent_is_restarted(world: JobTree) -> None:
-    """As after any crash, the new process must settle before it is reported as running."""
+async def test_process_that_died_while_no_agent_ran_is_restarted(world: JobTree) -> None:
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         await in_state(supervisor, "web", "running")
         await in_state(supervisor, "worker", "running")
@@ -115,7 +111,6 @@ async def test_process_that_died_without_an_agent_is_restarted(world: JobTree) -
 async def test_running_start_program_is_not_started_again_by_the_next_agent(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start program survives the agent's exit. The next agent waits until it has started the process."""
     waits = asyncio.Event()
     real = ProcessFinder.arrival
 
@@ -142,7 +137,6 @@ async def test_running_start_program_is_not_started_again_by_the_next_agent(
 
 @pytest.mark.parametrize(("request_", "state"), [("stop", "stopped"), ("restart", "running")])
 async def test_interrupted_stop_is_completed_by_the_next_agent(world: JobTree, request_: str, state: str) -> None:
-    """If the stop was part of a restart, the next agent also starts the service again."""
     async with world.supervising(world.job("web", None, "sleep 0.1; kill $(cat $pidfile)")) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await (supervisor.stop(wait=False) if request_ == "stop" else supervisor.restart_one("web"))
@@ -156,7 +150,7 @@ async def test_interrupted_stop_is_completed_by_the_next_agent(world: JobTree, r
 
 
 async def test_unmonitored_process_stays_unmonitored_under_the_next_agent(world: JobTree) -> None:
-    """The Director unmonitors the processes before a drain. A restart of the agent must not disturb the drain."""
+    """The Director unmonitors the processes before a drain. Restarting the agent must not undo this."""
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()
@@ -169,7 +163,9 @@ async def test_unmonitored_process_stays_unmonitored_under_the_next_agent(world:
 
 
 async def test_settling_period_continues_under_the_next_agent(world: JobTree) -> None:
-    """A process that has just crashed and been restarted must not appear as running because the agent was restarted."""
+    """A process that has just crashed and been restarted must not be reported as running just because the agent was
+    restarted as well.
+    """
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
         kill((await in_state(supervisor, "web", "running")).pid)
@@ -184,7 +180,7 @@ async def test_settling_period_continues_under_the_next_agent(world: JobTree) ->
 async def test_new_container_ignores_saved_pids_when_it_starts_the_jobs(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other processes that have got the saved pids by chance are neither adopted nor signalled."""
+    """Other processes may happen to have the saved pids."""
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
@@ -211,11 +207,6 @@ async def test_new_container_ignores_saved_pids_when_it_starts_the_jobs(
 async def test_supervisor_starts_no_process_while_it_is_on_hold(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    """During the hold, the jobs are reported as starting, or as failing once the reason for the hold is known. They can
-    be stopped.
-
-    When the hold ends, the jobs that should be running are started.
-    """
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         await in_state(supervisor, "web", "running")
         await in_state(supervisor, "worker", "running")
@@ -248,8 +239,7 @@ async def test_supervisor_starts_no_process_while_it_is_on_hold(
             assert supervisor.job_state() == "running"
 
 
-async def test_held_supervisor_adopts_running_processes(world: JobTree) -> None:
-    """A hold only delays the start of processes. A process that is still running is adopted immediately."""
+async def test_supervisor_on_hold_adopts_running_processes(world: JobTree) -> None:
     async with world.supervising(world.job("web"), world.job("worker")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid
         worker = (await in_state(supervisor, "worker", "running")).pid
@@ -264,10 +254,8 @@ async def test_held_supervisor_adopts_running_processes(world: JobTree) -> None:
 
 
 async def test_new_container_with_the_same_pids_is_recognized(world: JobTree) -> None:
-    """The containers of a pod may share their pids. In this case, only the new root file system shows that the
-    container is new.
-
-    The monit files for operators are restored as well.
+    """A pod's containers may use the same pids, so only the new root file system shows that the container is
+    new.
     """
     world.timing = replace(world.timing, settle=600)
     async with world.supervising(world.job("web")) as supervisor:
@@ -283,7 +271,7 @@ async def test_new_container_with_the_same_pids_is_recognized(world: JobTree) ->
         assert [path.name for path in world.paths.monit_job.iterdir()] == ["0000_web.monitrc"]
 
 
-async def test_jobs_start_with_an_unreadable_supervisor_state(world: JobTree) -> None:
+async def test_jobs_start_even_if_the_supervisor_state_is_unreadable(world: JobTree) -> None:
     """Running processes are still adopted, because their keepers know the job."""
     with reaper.reaping():
         before = await killed_agent(world, world.job("web"))
@@ -296,7 +284,7 @@ async def test_jobs_start_with_an_unreadable_supervisor_state(world: JobTree) ->
             assert (await in_state(supervisor, "web", "running")).pid == before["web"]
 
 
-async def test_unrecorded_process_of_a_keeper_is_killed_before_the_next_start(world: JobTree) -> None:
+async def test_keepers_unrecorded_process_is_killed_before_the_next_start(world: JobTree) -> None:
     """The agent was killed before it saved the first start, and the process had not written its pidfile yet."""
     with reaper.reaping():
         before = await killed_agent(world, world.job("web"))
@@ -325,7 +313,7 @@ def unwritable(directory: Path) -> Iterator[None]:
 
 
 async def test_stop_that_could_not_be_saved_survives_a_restart(world: JobTree) -> None:
-    """The saved state says that the job runs, but the marker file shows the next agent that it was stopped."""
+    """The saved state says that the job is running, but the marker file shows the next agent that it was stopped."""
     async with world.supervising(world.job("web"), world.job("other", None, "exit 1", group="group x")) as supervisor:
         before = {name: (await in_state(supervisor, name, "running")).pid for name in ("web", "other")}
         with unwritable(world.paths.mirror):
@@ -345,7 +333,7 @@ async def test_stop_that_could_not_be_saved_survives_a_restart(world: JobTree) -
         assert pids(supervisor) == {"web": 0, "other": before["other"]}
 
 
-async def test_next_agent_completes_a_stop_of_which_only_the_marker_was_written(world: JobTree) -> None:
+async def test_next_agent_completes_a_stop_if_only_its_marker_was_written(world: JobTree) -> None:
     """The agent was killed during a stop, right after it had written the marker file."""
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -358,8 +346,8 @@ async def test_next_agent_completes_a_stop_of_which_only_the_marker_was_written(
 
 
 async def test_stop_that_cannot_be_recorded_fails(world: JobTree) -> None:
-    """If the state of a stop cannot be saved, the marker file usually keeps the jobs stopped. This does not work for a
-    service that was started after an earlier stop, because the marker file existed already, so the stop must fail.
+    """If the state cannot be saved, the marker file usually keeps the jobs stopped. However, for a service that was
+    started after an earlier stop, the marker file already exists and proves nothing, so the state must be saved.
     """
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -399,7 +387,6 @@ async def test_operator_request_that_cannot_be_saved_is_reported(world: JobTree)
 async def test_supervisor_state_that_could_not_be_saved_is_saved_later(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The save is retried even if the state does not change again."""
     monkeypatch.setattr("agent_shim.supervisor.supervisor.SAVE_RETRY_S", 0.05)
     async with world.supervising(world.job("web")) as supervisor:
         await in_state(supervisor, "web", "running")

@@ -1,4 +1,4 @@
-"""A single service: exits, restarts, dependants, rules about a missing process, and checks of files and hosts."""
+"""A single service: exits, restarts, dependents, rules about a missing process, and file and host checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STOP = "echo stop $name >>$log; kill $(cat $pidfile)"
 
 
 async def killed(supervisor: Supervisor, name: str) -> int:
-    """Kill the process of a service, and wait for its successor. Return the successor's pid."""
+    """Kill a service's process, and wait for its successor. Return the successor's pid."""
     before = (await in_state(supervisor, name, "running")).pid
     kill(before)
     await until(lambda: info(supervisor, name).pid not in (0, before))
@@ -36,10 +36,7 @@ async def killed(supervisor: Supervisor, name: str) -> int:
 async def test_killed_process_is_restarted_immediately_and_its_exit_status_reported(
     world: JobTree, start: str | None
 ) -> None:
-    """All polling intervals are ten minutes in this test, so a restart that depends on polling would come too late.
-
-    A daemon that has forked twice becomes a child of the agent, so the agent knows its exit status as well.
-    """
+    """All polling intervals are ten minutes in this test, so a restart that depends on polling would come too late."""
     world.timing = replace(world.timing, backoff_first=600, look=600, settle=600)
     async with world.supervising(world.job("web", start)) as supervisor:
         pid = await killed(supervisor, "web")
@@ -68,11 +65,6 @@ ap-mongodb-shard-release does.
 
 
 async def test_start_program_that_replaces_its_first_daemon_is_not_interrupted(world: JobTree) -> None:
-    """After the first daemon has exited and before the second one has started, the service is failing, but the start
-    program is not run again.
-
-    monit checks only every ten seconds, so it would hardly notice the gap.
-    """
     world.timing = replace(world.timing, cycle=600)
     async with world.supervising(world.job("web", TWO_DAEMONS)) as supervisor:
         first = (await in_state(supervisor, "web", "running")).pid
@@ -93,13 +85,13 @@ echo $$ >$pidfile
 sh -c 'until [ -e $0.next ]; do sleep 0.02; done; echo $$ >$0; {LASTING}' $pidfile &
 until [ -e $pidfile.ready ]; do sleep 0.02; done
 """
-"""A start program that writes its own pid and exits. Its child writes the final pid later. nginx in broker-nginx of
-shared-redis-release behaves like this.
+"""A start program that writes its own pid and exits. Its child writes the final pid later. nginx in
+shared-redis-release's broker-nginx behaves like this.
 """
 
 
 async def test_daemon_may_write_its_pid_long_after_its_parent_has_exited(world: JobTree) -> None:
-    """On a busy machine, this takes seconds. The keeper knows that a process of the service is still running."""
+    """On a busy machine, the pid may be written seconds later. The keeper knows that a process is still running."""
     world.timing = replace(world.timing, cycle=600)
     async with world.supervising(world.job("web", SLOW_DAEMON)) as supervisor:
         first = (await in_state(supervisor, "web", "running")).pid
@@ -114,9 +106,7 @@ async def test_daemon_may_write_its_pid_long_after_its_parent_has_exited(world: 
 
 
 async def test_start_program_that_outlives_its_process_is_replaced_after_a_cycle(world: JobTree) -> None:
-    """The start program is still running and could start another process, so the service waits for a cycle before it
-    restarts.
-    """
+    """Until then, the agent waits, because the running start program could still start another process."""
     lingering = "echo start >>$log; sleep 600 & echo $! >$pidfile; exec sleep 700"
     async with world.supervising(world.job("web", lingering)) as supervisor:
         await killed(supervisor, "web")
@@ -168,8 +158,8 @@ async def test_restarted_process_is_not_reported_as_running_before_it_has_settle
         assert [e.event for e in world.events] == ["Does not exist", "Exists"]
 
 
-async def test_zombie_process_of_a_service_is_treated_as_dead(world: JobTree) -> None:
-    """If the agent waited until the zombie is reaped, a parent that does not reap its children could hide the exit."""
+async def test_service_with_a_zombie_process_is_treated_as_dead(world: JobTree) -> None:
+    """If the agent waited until the zombie was reaped, a parent that does not reap its children could hide the exit."""
     start = f"{sys.executable} -c '"
     start += 'import os,sys,time\npid=os.fork()\nif pid==0: os.execv("/bin/sleep",["sleep","600"])\n'
     start += 'open(sys.argv[1],"w").write(f"{pid}\\n")\ntime.sleep(600)\' $pidfile'
@@ -187,10 +177,6 @@ async def test_zombie_process_of_a_service_is_treated_as_dead(world: JobTree) ->
 async def test_successor_named_by_the_pidfile_is_adopted(
     world: JobTree, cycle: float, told: list[tuple[str, str]]
 ) -> None:
-    """If a daemon replaces itself with another process and rewrites its pidfile, the service is not restarted.
-
-    The change is reported if the old process had run for more than one cycle.
-    """
     world.timing = replace(world.timing, backoff_first=600, cycle=cycle)
     start = "echo once >>$log; sh -c 'sleep 600 & echo $! >'$pidfile'; trap \"sleep 600 & echo \\$! >'$pidfile'.next; "
     start += "mv '$pidfile'.next '$pidfile'; touch '$log'.new\" USR1; while :; do wait; sleep 0.01; done' &"
@@ -211,9 +197,6 @@ async def test_successor_named_by_the_pidfile_is_adopted(
 
 
 async def test_service_without_a_stop_program_is_not_restarted(world: JobTree) -> None:
-    """As under monit, the service is not restarted. If another program starts a process for it, the agent adopts the
-    process.
-    """
     async with world.supervising(world.job("web", COUNTED, None)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         assert found.unheeded == ("restart when it ends (it has no stop program)",)
@@ -241,7 +224,6 @@ async def test_service_without_a_stop_program_is_not_restarted(world: JobTree) -
 async def test_passive_service_is_started_on_request_but_not_restarted(
     world: JobTree, statement: str, why: str
 ) -> None:
-    """The test uses ``mode passive`` and a rule that only sends an alert if the process is missing."""
     async with world.supervising(world.job("web", COUNTED, STOP, statement)) as supervisor:
         found = await in_state(supervisor, "web", "running")
         kill(found.pid)
@@ -256,9 +238,6 @@ async def test_passive_service_is_started_on_request_but_not_restarted(
 
 
 async def test_rule_for_a_missing_process_may_run_a_program(world: JobTree) -> None:
-    """The program runs in each cycle in which the process is missing. Processes that the program starts do not belong
-    to the service.
-    """
     script = world.script("web", "tell", "echo told $MONIT_SERVICE >>$log")
     job = world.job("web", None, "exit 0", f'if does not exist then exec "{script}"')
     async with world.supervising(job) as supervisor:
@@ -269,7 +248,6 @@ async def test_rule_for_a_missing_process_may_run_a_program(world: JobTree) -> N
 
 
 async def test_missing_process_rule_restarts_only_after_the_configured_number_of_cycles(world: JobTree) -> None:
-    """With ``for 5 cycles``, the restart comes only in the fifth cycle without a process."""
     job = world.job("web", COUNTED, STOP, "if does not exist for 5 cycles then restart")
     async with world.supervising(job) as supervisor:
         kill((await in_state(supervisor, "web", "running")).pid)
@@ -280,7 +258,6 @@ async def test_missing_process_rule_restarts_only_after_the_configured_number_of
 
 
 async def test_process_in_manual_mode_starts_only_on_request(world: JobTree) -> None:
-    """The Director's start includes services in manual mode, but only those of the group vcap."""
     files = [
         world.job("web", None, None, "mode manual"),
         world.job("own", None, None, "mode manual", group="group own"),
@@ -310,11 +287,9 @@ async def all_in(supervisor: Supervisor, state: str, *names: str) -> None:
         await in_state(supervisor, name, state)
 
 
-async def test_single_service_stops_and_starts_with_its_dependants(world: JobTree) -> None:
-    """Scripts stop a single service before a backup and start it afterwards. The dependants of the service stop and
-    start with it.
-
-    If services that it depends on are stopped, they are started first. Unrelated services keep running.
+async def test_single_service_stops_and_starts_with_its_dependents(world: JobTree) -> None:
+    """Scripts stop a single service before a backup and start it afterwards. Stopped services that it depends on are
+    started first.
     """
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
@@ -341,8 +316,8 @@ async def test_single_service_stops_and_starts_with_its_dependants(world: JobTre
         assert world.lines() == ["start a", "start b"]
 
 
-async def test_crash_restarts_the_dependants(world: JobTree) -> None:
-    """As in monit, indirect dependants are also restarted, because they may still be connected to the dead process."""
+async def test_crash_restarts_the_dependents(world: JobTree) -> None:
+    """As in monit, indirect dependents are restarted too, because they may still be connected to the dead process."""
     files = [*await chain(world), world.job("e", COUNTED, STOP, "depends on a, c")]
     async with world.supervising(*files) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d", "e")
@@ -357,8 +332,7 @@ async def test_crash_restarts_the_dependants(world: JobTree) -> None:
         assert info(supervisor, "d").pid == untouched
 
 
-async def test_stop_by_a_rule_stops_the_dependants(world: JobTree) -> None:
-    """The dependants are stopped as well. They do not wait for the service to be started again."""
+async def test_rule_that_stops_a_service_also_stops_its_dependents(world: JobTree) -> None:
     job = world.job("a", COUNTED, STOP, "if does not exist then stop")
     async with world.supervising(job, *(await chain(world))[1:]) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c")
@@ -368,10 +342,7 @@ async def test_stop_by_a_rule_stops_the_dependants(world: JobTree) -> None:
         assert info(supervisor, "d").state == "running"
 
 
-async def test_unmonitor_and_monitor_include_dependants_and_prerequisites(world: JobTree) -> None:
-    """``unmonitor`` also unmonitors the service's dependants, and ``monitor`` also monitors the services that it
-    depends on.
-    """
+async def test_unmonitor_includes_dependents_and_monitor_includes_prerequisites(world: JobTree) -> None:
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
         await supervisor.unmonitor_one("b")
@@ -385,17 +356,14 @@ async def test_unmonitor_and_monitor_include_dependants_and_prerequisites(world:
         assert world.lines().count("start b") == 1
 
 
-async def test_monitoring_a_dead_service_restarts_its_unmonitored_dependants(world: JobTree) -> None:
-    """As in monit, the next cycle finds the service dead. All of its dependants are then restarted, whether monitored
-    or not.
-    """
+async def test_monitoring_a_dead_service_restarts_its_unmonitored_dependents(world: JobTree) -> None:
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
         before = info(supervisor, "c").pid
         await supervisor.unmonitor_one("b")
         await supervisor.monitor_one("b")
         await in_state(supervisor, "b", "running")
-        assert info(supervisor, "c").state == "unmonitored"  # b was still alive, so its dependant was not restarted
+        assert info(supervisor, "c").state == "unmonitored"  # b was still alive, so its dependent was not restarted
 
         await supervisor.unmonitor_one("b")
         kill(info(supervisor, "b").pid)
@@ -406,8 +374,7 @@ async def test_monitoring_a_dead_service_restarts_its_unmonitored_dependants(wor
         assert info(supervisor, "c").pid != before
 
 
-async def test_crash_restarts_unmonitored_dependants(world: JobTree) -> None:
-    """As in monit, the dependants are monitored again after the restart."""
+async def test_crash_restarts_unmonitored_dependents(world: JobTree) -> None:
     async with world.supervising(*await chain(world)) as supervisor:
         await all_in(supervisor, "running", "a", "b", "c", "d")
         await supervisor.unmonitor_one("c")
@@ -421,8 +388,7 @@ async def test_crash_restarts_unmonitored_dependants(world: JobTree) -> None:
 # --- other checks -----------------------------------------------------------------------------------------------------
 
 
-async def test_file_check_restarts_while_its_file_is_missing(world: JobTree) -> None:
-    """As in monit, a file check may have a stop and a start program, which are run to restart it."""
+async def test_file_check_restarts_its_service_if_the_file_is_missing(world: JobTree) -> None:
     flag = world.base / "flag"
     text = f"""
     check file rules with path {flag}
@@ -450,7 +416,7 @@ async def test_host_check_is_reported_as_running_without_a_process(world: JobTre
         await supervisor.stop(wait=True)
 
 
-async def test_reason_of_a_failed_start_names_an_unreadable_pidfile(world: JobTree) -> None:
+async def test_failed_start_is_reported_with_an_unreadable_pidfile_as_the_reason(world: JobTree) -> None:
     async with world.supervising(world.job("web", "mkdir $pidfile", timeout=1)) as supervisor:
         await in_state(supervisor, "web", "down")
 

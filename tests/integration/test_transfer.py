@@ -73,9 +73,7 @@ def open_files() -> int:
 
 
 async def test_url_is_requested_unchanged(server: BlobServer, transfer: Transfer) -> None:
-    """The URL may contain a signature, which is valid only for the exact spelling of the URL. Additional headers are
-    also sent unchanged.
-    """
+    """The URL may contain a signature, which is valid only for the URL's exact spelling."""
     query = "a=%2f%2F&b=1+2%20&c=~%7e&X=%3d=&sig=a%2Bb%3D"
     assert await got(transfer, f"{server.url}/b?{query}", extra="header") == BLOB
 
@@ -84,19 +82,16 @@ async def test_url_is_requested_unchanged(server: BlobServer, transfer: Transfer
     assert server.requests[0].headers["accept-encoding"] == "identity"
 
 
-@pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
+@pytest.mark.attack("a blobstore redirects endlessly or to a file, or stalls")
 @pytest.mark.parametrize(
     ("how", "blob"),
     [(http.NO_LENGTH, BLOB), (http.ENCODED, gzip.compress(BLOB)), (http.DRIBBLE, b"slow and steady")],
     ids=["without a length", "encoded", "slow but steady"],
 )
-async def test_response_body_is_read_to_its_end_without_decoding(
+async def test_response_body_is_read_completely_without_decoding(
     server: BlobServer, tmp_path: Path, how: str, blob: bytes
 ) -> None:
-    """The digest is computed from the bytes that were sent, even if the server declares an encoding.
-
-    A slow transfer may continue as long as its current rate is high enough.
-    """
+    """The digest is computed from the bytes that were sent, even if the server declares an encoding."""
     server.blobs["/b"] = blob
     server.plan = [how]
     async with Transfer("", msgspec.structs.replace(FAST, least=1), tmp_path) as transfer:
@@ -104,7 +99,7 @@ async def test_response_body_is_read_to_its_end_without_decoding(
 
 
 async def test_download_follows_redirects(server: BlobServer, transfer: Transfer) -> None:
-    """The password is sent only to the host in the original URL."""
+    """The password must be sent only to the host in the original URL."""
     async with http_server() as other:
         other.blobs["/c"] = b"there"
         server.plan = [f"redirect:{other.url}/c?{SECRET}"]
@@ -114,7 +109,7 @@ async def test_download_follows_redirects(server: BlobServer, transfer: Transfer
     assert server.requests[0].headers["authorization"] == http.basic("me:word")
 
 
-@pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
+@pytest.mark.attack("a reader finds arguments, values or signed URLs in an audit record or an error")
 @pytest.mark.parametrize(
     ("how", "text"),
     [
@@ -127,7 +122,7 @@ async def test_download_follows_redirects(server: BlobServer, transfer: Transfer
 async def test_error_for_a_failed_get_names_host_and_reason(
     server: BlobServer, transfer: Transfer, how: str, text: str
 ) -> None:
-    """The error contains neither the password nor the query of the URL."""
+    """The error must contain neither the URL's password nor its query."""
     server.plan = [how]
     said = await failure(transfer, f"http://me:word@{server.host}/b?{SECRET}")
 
@@ -143,7 +138,7 @@ async def test_stalled_get_times_out(server: BlobServer, tmp_path: Path, how: st
     assert said == f"Excuting GET request: {server.host}: it stalled"
 
 
-@pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
+@pytest.mark.attack("a reader finds arguments, values or signed URLs in an audit record or an error")
 @pytest.mark.parametrize(
     ("url", "text"),
     [
@@ -158,7 +153,6 @@ async def test_stalled_get_times_out(server: BlobServer, tmp_path: Path, how: st
 async def test_error_names_an_unreachable_host_or_proxy(
     transfer: Transfer, monkeypatch: pytest.MonkeyPatch, url: str, text: str
 ) -> None:
-    """Invalid URLs are reported like unreachable hosts. A proxy is named without its password."""
     said = await failure(transfer, url)
 
     assert said.startswith(text)
@@ -168,7 +162,7 @@ async def test_error_names_an_unreachable_host_or_proxy(
     assert await failure(transfer, "http://blobs.example/b") == f"Excuting GET request: {gone}"
 
 
-@pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
+@pytest.mark.attack("a blobstore redirects endlessly or to a file, or stalls")
 async def test_redirects_are_followed_up_to_a_limit(server: BlobServer, transfer: Transfer) -> None:
     server.plan = [f"redirect:{server.url}/b?{SECRET}"] * 20
 
@@ -187,10 +181,9 @@ async def put(transfer: Transfer, url: str, data: bytes, where: Path, **headers:
 
 
 @pytest.mark.parametrize("continues", [True, False])
-async def test_put_sends_the_length_of_the_file(
+async def test_put_sends_the_file_length(
     server: BlobServer, transfer: Transfer, tmp_path: Path, continues: bool
 ) -> None:
-    """The length is also sent for an empty file, and whether or not the server answers ``100 Continue``."""
     server.continues = continues
     await put(transfer, f"{server.url}/new?{SECRET}", BLOB, tmp_path, extra="header", ACCEPT="text/plain")
     await put(transfer, f"{server.url}/empty", b"", tmp_path)
@@ -209,7 +202,7 @@ async def test_put_sends_the_length_of_the_file(
 async def test_error_for_a_rejected_put_contains_the_status(
     server: BlobServer, transfer: Transfer, tmp_path: Path, how: str
 ) -> None:
-    """The server may answer before it has read the whole file. A redirect counts as an error as well."""
+    """The server may answer before it has read the whole file."""
     server.plan = [how]
     with pytest.raises(BlobError) as caught:
         await put(transfer, f"{server.url}/new?{SECRET}", os.urandom(5_000_000), tmp_path)
@@ -231,10 +224,6 @@ async def test_put_waits_for_a_slow_answer(server: BlobServer, transfer: Transfe
 async def test_put_times_out_if_the_server_does_not_read_or_answer(
     server: BlobServer, tmp_path: Path, how: str, size: int
 ) -> None:
-    """A server that stops reading stalls the transfer once all buffers are full.
-
-    A missing answer has a separate timeout.
-    """
     server.plan = [how]
     async with Transfer("", msgspec.structs.replace(FAST, answer=0.2), tmp_path) as transfer:
         with pytest.raises(BlobError, match=f"^Executing PUT request: {server.host}: it stalled$"):
@@ -246,7 +235,7 @@ async def test_put_times_out_if_the_server_does_not_read_or_answer(
 
 @pytest.mark.attack("a neighbour poses as the blobstore")
 async def test_configured_ca_replaces_the_system_cas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a CA is configured, certificates signed by one of the system's CAs are rejected."""
+    """If a CA is configured, certificates signed by one of the system's CAs must be rejected."""
     authority, system = Authority("blobstore-ca"), Authority("system-ca")
     (tmp_path / "system.pem").write_text(system.ca)
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "system.pem"))
@@ -269,7 +258,6 @@ async def test_configured_ca_replaces_the_system_cas(tmp_path: Path, monkeypatch
 @pytest.mark.attack("a neighbour poses as the blobstore")
 @pytest.mark.parametrize("wrong", ["host", "time"])
 async def test_certificate_for_another_host_or_outside_its_validity_is_rejected(tmp_path: Path, wrong: str) -> None:
-    """The error says what is wrong with the certificate."""
     authority = Authority("blobstore-ca")
     pair = authority.server(hosts=["other.example"]) if wrong == "host" else authority.server(valid=EXPIRED)
     async with http_server(tmp_path, pair) as server, Transfer(authority.ca, SURE, tmp_path) as transfer:
@@ -279,7 +267,7 @@ async def test_certificate_for_another_host_or_outside_its_validity_is_rejected(
 
 
 @pytest.mark.attack("a blobstore sends data without end")
-async def test_download_of_an_endless_blob_fails_before_the_disk_is_full(
+async def test_downloading_an_endless_blob_fails_before_the_disk_is_full(
     server: BlobServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "RESERVE_BYTES", shutil.disk_usage(tmp_path).free - (32 << 20))
@@ -290,7 +278,7 @@ async def test_download_of_an_endless_blob_fails_before_the_disk_is_full(
             await transfer.download(f"{server.url}/b", {}, hashlib.sha256())
 
 
-@pytest.mark.attack("a request is malformed, or has a value of another type")
+@pytest.mark.attack("a request is malformed, or has a value of the wrong type")
 @pytest.mark.parametrize(
     ("url", "headers"),
     [
@@ -306,7 +294,7 @@ async def test_download_of_an_endless_blob_fails_before_the_disk_is_full(
 async def test_invalid_request_url_is_rejected_without_retries(
     server: BlobServer, tmp_path: Path, url: str, headers: dict[str, str]
 ) -> None:
-    """Such requests used to be tried three times with pauses, which delayed all other requests."""
+    """Pauses between retries would delay all other requests."""
     async with Transfer("", SURE, tmp_path) as transfer:
         with pytest.raises(LastingError, match="the URL or a header cannot be used$"):
             await transfer.download(url.format(url=server.url), headers, hashlib.sha256())
@@ -315,7 +303,6 @@ async def test_invalid_request_url_is_rejected_without_retries(
 @pytest.mark.attack("a request contains certificates or keys that the agent cannot use")
 @pytest.mark.parametrize("ca", ["s3cr3t", "s3cr3t é"])
 async def test_invalid_ca_is_reported(tmp_path: Path, ca: str) -> None:
-    """The error does not quote the configured text."""
     with pytest.raises(BlobError, match="^cannot use the CA of the blobstore: it is not a PEM certificate$"):
         Transfer(ca, FAST, tmp_path)
 
@@ -326,7 +313,6 @@ async def test_invalid_ca_is_reported(tmp_path: Path, ca: str) -> None:
 async def test_proxy_variables_are_used_with_their_password(
     server: BlobServer, transfer: Transfer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The password of the proxy is sent for plain requests and for tunnels."""
     monkeypatch.setattr("agent_shim.bulk.routes.is_excepted", lambda *_: False)
     authority = Authority("blobstore-ca")
     async with (
@@ -366,7 +352,7 @@ MOST = 1_000_000
 """Maximum size in bytes of the memory that a response may occupy. The server sends three times as much."""
 
 
-@pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
+@pytest.mark.attack("a blobstore redirects endlessly or to a file, or stalls")
 @pytest.mark.parametrize(
     ("begin", "endless"),
     [

@@ -1,7 +1,7 @@
-"""``./dev try-kubernetes`` with recorders in place of programs such as kind, kubectl and bosh.
+"""``./dev try-kubernetes``, with programs such as kind, kubectl and bosh replaced by stand-ins that record the calls.
 
-Of the bosh commands, only ``bosh int`` prints anything that the trial uses. Daily tests also record ``./dev``, because
-building the CPI release takes long.
+Of the bosh commands, only ``bosh int`` prints anything that the trial uses. In the daily tests, a stand-in
+replaces ``./dev`` as well, because building the CPI release takes a long time.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ run = Runner.__call__
 Runner.__call__ = lambda *words, **options: run(*("dev" if word == "./dev" else word for word in words), **options)
 sys.exit(trial.main(sys.argv[1:]))
 """
-"""A program that runs the trial with the recorder ``dev`` in place of ``./dev``."""
+"""A program that runs the trial with the ``dev`` stand-in instead of ``./dev``."""
 
 
 class TrialRuns:
-    """Runs the trial with recorders in place of the programs, and gives access to the recorded calls."""
+    """Runs the trial with stand-ins for the programs, and gives access to the calls that they recorded."""
 
     def __init__(self, where: Path, *, builds: bool = False) -> None:
         """``builds`` says whether ``./dev`` builds the CPI release and the stemcell."""
@@ -112,7 +112,7 @@ def played(tmp_path: Path) -> TrialRuns:
 
 @pytest.fixture(scope="module", params=["recorded", pytest.param("built", marks=pytest.mark.slow)])
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrialRuns, str]:
-    """Run a trial to its end. Return the runs and the output."""
+    """Run a complete trial. Return the ``TrialRuns`` object with the recorded calls, and the trial's output."""
     made = TrialRuns(tmp_path_factory.mktemp("trial"), builds=request.param == "built")
     done = made.run()
     assert done.returncode == 0, done.stdout + done.stderr
@@ -150,9 +150,6 @@ def test_trial_creates_node_director_and_deployment_in_order(whole: tuple[TrialR
 def test_trial_director_gets_release_stemcell_and_node_address(
     whole: tuple[TrialRuns, str],
 ) -> None:
-    """The Director's manifest uses the bpm release from bosh-deployment, and the runtime config is adapted to pods. The
-    password is not printed.
-    """
     played, said = whole
     (create,) = [call for call in played.calls() if call[1] == "create-env"]
     values = dict(one.split("=", 1) for one in file_of(create, "-v"))

@@ -35,8 +35,9 @@ def logged(instance: RunningAgent, text: str) -> list[dict[str, Any]]:
 
 
 def poison(instance: RunningAgent, pids: dict[str, int]) -> Path:
-    """Replace the pidfile of the first job with a FIFO, which blocks its reader, and kill the job's process so that the
-    agent reads the pidfile.
+    """Replace the first job's pidfile with a FIFO, which blocks its reader.
+
+    The job's process is killed, so that the agent reads the pidfile.
     """
     pidfile = instance.base / PIDFILE
     pidfile.unlink()
@@ -49,8 +50,7 @@ ENDS = {"blocked": 1, "computing": 1, "holding": 128 + signal.SIGVTALRM}
 
 
 @pytest.mark.parametrize("mode", ENDS)
-async def test_watchdog_logs_the_stack_of_a_blocked_agent_and_ends_it(instance: RunningAgent, mode: str) -> None:
-    """The next agent adopts the jobs."""
+async def test_watchdog_logs_the_stack_of_a_blocked_agent_and_kills_it(instance: RunningAgent, mode: str) -> None:
     instance.command = naive(mode)
     pids = await instance.deploy(2)
     pidfile = poison(instance, pids)
@@ -68,7 +68,7 @@ async def test_watchdog_logs_the_stack_of_a_blocked_agent_and_ends_it(instance: 
     assert instance.pids()["job1"] == pids["job1"]
 
 
-async def test_watchdog_does_not_end_an_agent_whose_loop_runs_again(instance: RunningAgent) -> None:
+async def test_watchdog_does_not_kill_an_agent_whose_loop_runs_again(instance: RunningAgent) -> None:
     instance.command = naive("slow")
     pids = await instance.deploy(2)
     pidfile = poison(instance, pids)
@@ -86,7 +86,7 @@ async def test_watchdog_does_not_kill_a_suspended_agent(instance: RunningAgent) 
     await instance.start_agent()
     assert instance.agent is not None
     instance.agent.send(signal.SIGSTOP)
-    await asyncio.sleep(6)  # twice the time after which a blocked agent exits
+    await asyncio.sleep(6)  # This is twice the time after which a blocked agent exits.
     instance.agent.send(signal.SIGCONT)
 
     assert await instance.director.value(AGENT, "ping", timeout=10) == "pong"

@@ -74,7 +74,7 @@ def installed(wheel: Path, place: Path, extra: str = "") -> Path:
 
 @pytest.fixture(scope="module")
 def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide the programs of the wheel, installed without an extra."""
+    """Return the directory with the wheel's programs, installed without an extra."""
     return installed(wheel, tmp_path_factory.mktemp("plain") / "env")
 
 
@@ -90,7 +90,6 @@ def run(program: Path, *words: str, codes: tuple[int, ...] = (0,)) -> str:
 
 
 def test_wheel_contains_all_modules_and_no_tests(wheel: Path) -> None:
-    """At the top level it contains the two packages, their metadata and their data files, and nothing else."""
     tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     version = wheel.name.split("-")[1]
 
@@ -101,8 +100,8 @@ def test_wheel_contains_all_modules_and_no_tests(wheel: Path) -> None:
         assert here - set(zipfile.ZipFile(wheel).namelist()) == set()
 
 
-def test_every_module_of_the_wheel_can_be_imported(programs: Path) -> None:
-    """The metadata must name all required libraries. Modules of the demo are excluded, because they need an extra."""
+def test_every_module_in_the_wheel_can_be_imported(programs: Path) -> None:
+    """The metadata must name all required libraries. Demo modules are excluded, because they need an extra."""
     code = (
         "import importlib, pkgutil, agent_shim, kubernetes_cpi\n"
         "for package in (agent_shim, kubernetes_cpi):\n"
@@ -116,9 +115,6 @@ def test_every_module_of_the_wheel_can_be_imported(programs: Path) -> None:
 
 
 def test_wheel_installs_completion_and_manual(programs: Path) -> None:
-    """The files are installed where shells and ``man`` look for them. They are ASCII, so that every locale can print
-    them.
-    """
     installed_files = {
         "bash": "bash-completion/completions/agent-shim",
         "zsh": "zsh/site-functions/_agent-shim",
@@ -134,11 +130,8 @@ def test_wheel_installs_completion_and_manual(programs: Path) -> None:
     assert (share / "man/man1/agent-shim.1").read_text() == shell_pages.manual()
 
 
-def test_commands_of_the_wheel_run(programs: Path, tmp_path: Path) -> None:
-    """`doctor` may exit with 1, depending on the machine, and `demo` only says which extra it needs.
-
-    Between releases, `--version` includes the commit.
-    """
+def test_wheel_commands_run(programs: Path, tmp_path: Path) -> None:
+    """`doctor` may exit with 1, depending on the machine, and `demo` only says which extra it needs."""
     monit = tmp_path / "web.monit"
     monit.write_text('check process web with pidfile /var/vcap/sys/run/web.pid\n  start program "/bin/true"\n')
     agent_shim = programs / "agent-shim"
@@ -158,10 +151,8 @@ def test_commands_of_the_wheel_run(programs: Path, tmp_path: Path) -> None:
 
 
 def test_wheel_installs_one_command(programs: Path) -> None:
-    """The wheel does not install the names `monit`, `bpm` and `bosh-agent`, because on a workstation they could hide
-    other programs.
-
-    The image has links with these names. If the command is called through such a link, it behaves like that program.
+    """On a workstation, the names `monit`, `bpm` and `bosh-agent` could hide other programs. The image has links with
+    these names instead.
     """
     assert {path.name for path in programs.glob("*")} & {"agent-shim", "bosh-agent", "bpm", "monit"} == {"agent-shim"}
     for name in ("bosh-agent", "bpm", "monit"):
@@ -180,16 +171,12 @@ def test_wheel_installs_one_command(programs: Path) -> None:
 
 @pytest.mark.slow
 def test_demo_runs_from_the_wheel_with_the_demo_extra(wheel: Path, tmp_path: Path) -> None:
-    """The extra installs the libraries for certificates and the message bus."""
     programs = installed(wheel, tmp_path / "env", "demo")
 
     assert "the agent ended with status 0" in run(programs / "agent-shim", "demo")
 
 
-def test_daily_tests_run_the_code_of_the_wheel() -> None:
-    """The test process and the processes that it starts import the agent from the unpacked wheel and not from the
-    checkout.
-    """
+def test_daily_tests_run_the_wheels_code() -> None:
     unpacked = os.environ.get("AGENT_SHIM_UNPACKED_WHEEL")
     if unpacked is None:
         pytest.skip("only ./dev test unpacks the wheel")

@@ -1,4 +1,4 @@
-"""The worker process: its work, the files that it leaves if it fails or is killed, and where no secrets may appear."""
+"""The worker process: its actions, the files that it leaves if it fails or is killed, and how it keeps secrets."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def package(paths: Paths, name: str, source: BlobRef) -> UnpackTarget:
 
 
 def tree(path: Path) -> dict[str, tuple[int, bytes]]:
-    """Return the mode and content of each file below a directory."""
+    """Return the mode and content of each file under a directory."""
     found = sorted(path.rglob("*"))
     return {str(p.relative_to(path)): (stat.S_IMODE(p.stat().st_mode), p.read_bytes()) for p in found if p.is_file()}
 
@@ -97,7 +97,6 @@ async def install(paths: Paths, *targets: UnpackTarget, parallel: int = 5, store
 
 
 async def test_worker_unpacks_jobs_packages_and_sources(paths: Paths) -> None:
-    """Jobs get fixed modes, packages keep their modes, and sources are unpacked for the compiler."""
     templates = kept(
         paths,
         tgz({"./web/monit": b"m", "./web/bin/run": b"r", "./web/bin/sub/x": b"x", "./db/bin/drain": b"d"}, mode=0o604),
@@ -129,8 +128,8 @@ async def test_worker_unpacks_jobs_packages_and_sources(paths: Paths) -> None:
     assert left_half_made(paths) == []
 
 
-async def test_worker_fetches_an_archive_of_several_jobs_once(paths: Paths, server: BlobServer) -> None:
-    """The Director renders all jobs of an instance into one archive, so the worker must request it only once."""
+async def test_worker_fetches_an_archive_with_several_jobs_once(paths: Paths, server: BlobServer) -> None:
+    """The Director renders all of an instance's jobs into one archive."""
     data = tgz({f"job{number}/monit": b"m" for number in range(8)})
     server.blobs["/templates"] = data
     source = BlobRef(signed_url=f"{server.url}/templates?sig=x", digest=sha1(data))
@@ -148,7 +147,6 @@ async def test_worker_fetches_an_archive_of_several_jobs_once(paths: Paths, serv
 async def test_worker_runs_a_limited_number_of_transfers_in_parallel(
     paths: Paths, server: BlobServer, parallel: int
 ) -> None:
-    """``env.bosh.parallel`` sets the limit, and 0 means 1."""
     data = tgz({"a": b"a"})
     server.delay = 0.05
     targets = []
@@ -162,7 +160,6 @@ async def test_worker_runs_a_limited_number_of_transfers_in_parallel(
 
 
 async def test_failed_bundle_does_not_affect_other_bundles_in_the_same_worker(paths: Paths) -> None:
-    """Error messages match the Go agent's, and no partial bundle is left."""
     good = kept(paths, tgz({"a": b"a"}))
     evil = kept(paths, tgz({"../../evil": b"x"}))
     missing = BlobRef("missing", digest="00")
@@ -193,7 +190,7 @@ async def test_failed_bundle_does_not_affect_other_bundles_in_the_same_worker(pa
     assert left_half_made(paths) == []
 
 
-@pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
+@pytest.mark.attack("a blobstore redirects endlessly or to a file, or stalls")
 async def test_stalled_blobstore_fails_all_downloads_after_one_timeout(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,9 +213,8 @@ async def test_stalled_blobstore_fails_all_downloads_after_one_timeout(
 async def test_worker_keeps_a_concurrently_installed_bundle_and_replaces_sources(
     paths: Paths,
 ) -> None:
-    """If another worker has installed a bundle in the meantime, that bundle has the same content and is kept.
-
-    Sources may be left over from an interrupted compilation, so they are replaced.
+    """A bundle that another worker has installed has the same content, but sources may be left over from an interrupted
+    compilation.
     """
     for place in (paths.data_packages / "p" / "digest", paths.compile / "src"):
         place.mkdir(parents=True)
@@ -234,18 +230,18 @@ async def test_worker_keeps_a_concurrently_installed_bundle_and_replaces_sources
     assert left_half_made(paths) == []
 
 
-@pytest.mark.attack("a job replaces a blob of its local blobstore with a link")
+@pytest.mark.attack("a job replaces a blob in its local blobstore with a link")
 @pytest.mark.parametrize("planted", ["lease", "link"])
-async def test_file_lease_of_a_job_does_not_block_an_install(paths: Paths, tmp_path: Path, planted: str) -> None:
+async def test_file_lease_held_by_a_job_does_not_block_an_install(paths: Paths, tmp_path: Path, planted: str) -> None:
     """If a job holds a lease (fcntl) on a blob, opening the blob would block for up to 45 s, so the worker refuses the
-    blob. It refuses links as well.
+    blob.
     """
     source, store = kept(paths, tgz({"file": b"content"})), tmp_path / "store"
     store.mkdir()
     (paths.blobs / source.blob_id).rename(store / (source.blob_id if planted == "lease" else "other"))
     if planted == "link":
         (store / source.blob_id).symlink_to("other")
-    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # sent by the kernel to the lease holder
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # The kernel sends this signal to the lease holder.
     with (store / source.blob_id).open("rb+") as owner:
         if planted == "lease":
             fcntl.fcntl(owner.fileno(), fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -262,11 +258,11 @@ async def test_file_lease_of_a_job_does_not_block_an_install(paths: Paths, tmp_p
 # --- other requests ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.attack("a blobstore redirects without end or to a file, or stalls")
+@pytest.mark.attack("a blobstore redirects endlessly or to a file, or stalls")
 @pytest.mark.slow
 async def test_stalled_download_is_abandoned_and_retried(paths: Paths, server: BlobServer) -> None:
-    """The test uses the real timeouts. At the first request, the server stalls in the middle of the blob, and at the
-    second, it sends the blob very slowly.
+    """The test uses the real timeouts. The server first stalls in the middle of the blob and then sends it very
+    slowly.
     """
     store = Blobstore("dav", {"endpoint": server.url})
     data = os.urandom(200_000)
@@ -304,9 +300,6 @@ async def test_failed_worker_action_reports_the_error_and_leaves_no_files(
 async def test_worker_packs_and_uploads_logs(
     paths: Paths, tmp_path: Path, server: BlobServer, started: list[process.Process]
 ) -> None:
-    """The worker that has packed the logs also uploads them, and reports the upload as a step. A cancelled upload is
-    counted as failed.
-    """
     (tmp_path / "logs").mkdir()
     path, told = paths.tmp / "logs.tgz", list[str]()
     put = Put(str(paths.base), DUMMY, str(path), f"{server.url}/new")
@@ -329,10 +322,6 @@ async def test_worker_packs_and_uploads_logs(
 
 @pytest.mark.parametrize("what", ["archive", "file"])
 async def test_worker_error_names_a_full_disk_and_its_free_space(paths: Paths, tmp_path: Path, what: str) -> None:
-    """Partial files are removed.
-
-    A limit on the file size, which the worker inherits, simulates the full disk.
-    """
     data = os.urandom(500_000)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/log").write_bytes(data)
@@ -355,7 +344,7 @@ async def test_worker_error_names_a_full_disk_and_its_free_space(paths: Paths, t
 
 
 async def begun(paths: Paths, server: BlobServer, started: list[process.Process]) -> asyncio.Task[list[Outcome]]:
-    """Start to install two packages whose downloads both stall. Return the task."""
+    """Start installing two packages whose downloads both stall. Return the task."""
     data = tgz({"a": os.urandom(100_000)})
     server.blobs = {"/one": data, "/two": data}
     server.plan = [http.STALL, http.STALL]
@@ -386,11 +375,10 @@ async def test_worker_terminated_while_unpacking_removes_its_files(
     assert len(tree(paths.data_packages)) in (0, 5000)
 
 
-@pytest.mark.attack("a worker sends the answer to a different request, or dies at any moment")
+@pytest.mark.attack("a worker sends a wrong answer, or dies at any moment")
 async def test_worker_killed_at_any_moment_leaves_no_partial_bundle(
     paths: Paths, started: list[process.Process]
 ) -> None:
-    """After a kill, every directory that has the name of an installed bundle must be complete."""
     sources = [kept(paths, tgz({f"f{n}": os.urandom(3000) for n in range(150)}, compress=bytes)) for _ in range(3)]
     chance = random.Random(7)
     for _ in range(12):
@@ -424,10 +412,9 @@ async def test_killed_worker_leaves_no_partial_archive(
     assert left_half_made(paths) == []
 
 
-async def test_files_of_a_killed_workers_blobstore_command_are_removed(
+async def test_files_left_by_a_killed_workers_blobstore_command_are_removed(
     paths: Paths, started: list[process.Process]
 ) -> None:
-    """The partial blob of the killed worker is removed, but files of other workers stay."""
     paths.bosh_bin.mkdir(parents=True)
     command, others = paths.bosh_bin / "bosh-blobstore-x", files.sibling(protocol.scratch(paths, 1))
     command.write_text('#!/bin/sh\necho $$ >"$5"\nexec sleep 600\n')
@@ -447,7 +434,7 @@ async def test_files_of_a_killed_workers_blobstore_command_are_removed(
     assert left_half_made(paths) == [others]
 
 
-async def test_worker_exits_with_its_parent(paths: Paths, server: BlobServer, tmp_path: Path) -> None:
+async def test_worker_exits_when_its_parent_exits(paths: Paths, server: BlobServer, tmp_path: Path) -> None:
     """If the agent is killed, nobody needs the worker's result any more."""
     server.plan = [http.SILENT]
     program = f"""
@@ -482,11 +469,9 @@ class Guess(msgspec.Struct, tag=True):
     password: str
 
 
-@pytest.mark.attack("a worker sends the answer to a different request, or dies at any moment")
+@pytest.mark.attack("a worker sends a wrong answer, or dies at any moment")
 async def test_invalid_worker_request_is_reported_without_its_text() -> None:
-    """The error contains only the type of the exception and where it was raised, because its message could quote a
-    secret.
-    """
+    """The exception's message could quote a secret from the request."""
     with pytest.raises(ActionError) as caught:
         await workers.work(Guess(CANARY))  # type: ignore[arg-type]
 
@@ -503,9 +488,6 @@ async def test_invalid_worker_request_is_reported_without_its_text() -> None:
 async def test_worker_has_no_secrets_in_arguments_environment_or_files(
     paths: Paths, server: BlobServer, started: list[process.Process]
 ) -> None:
-    """The test also checks that the worker cannot dump core, and that a cancelled worker exits immediately without
-    leaving files.
-    """
     task = await begun(paths, server, started)
     seen = Path(f"/proc/{started[0].pid}")
     told = [(seen / name).read_bytes() for name in ("cmdline", "environ")]
@@ -524,7 +506,7 @@ async def test_worker_has_no_secrets_in_arguments_environment_or_files(
 
 
 def test_worker_does_not_lower_an_inherited_oom_score() -> None:
-    """The agent of a Burstable pod may have the OOM score 990. If its worker had a lower score, the kernel would kill
+    """The agent in a Burstable pod may have an OOM score of 990. If its worker had a lower score, the kernel would kill
     the agent first.
     """
     code = (
@@ -537,9 +519,8 @@ def test_worker_does_not_lower_an_inherited_oom_score() -> None:
     assert done.stdout.strip() == "990"
 
 
-@pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
+@pytest.mark.attack("a reader finds arguments, values or signed URLs in an audit record or an error")
 async def test_failed_worker_transfer_is_reported_without_secrets(paths: Paths, server: BlobServer) -> None:
-    """The secrets are neither in the error that the worker returns nor in the representation of a request."""
     server.plan = ["403"]
     (paths.tmp / "file").write_bytes(b"data")
     url = f"http://me:{CANARY}@{server.host}/b?sig={CANARY}"

@@ -34,7 +34,6 @@ def packing(tmp_path: Path, name: str = "archive") -> Pack:
 
 
 async def test_worker_is_reused_for_later_requests(tmp_path: Path, started: list[process.Process]) -> None:
-    """The worker survives a failed request, and exits when the pool is closed."""
     async with Workers() as pool:
         await pool.work(packing(tmp_path))
         with pytest.raises(ActionError):
@@ -47,9 +46,6 @@ async def test_worker_is_reused_for_later_requests(tmp_path: Path, started: list
 
 
 async def test_concurrent_requests_use_separate_workers(tmp_path: Path, started: list[process.Process]) -> None:
-    """Afterwards, only one of the workers is kept. If it dies while idle, which can happen when memory is short, the
-    next request starts another one. A request with a different niceness also gets a new worker.
-    """
     async with Workers() as pool:
         await asyncio.gather(pool.work(packing(tmp_path)), pool.work(packing(tmp_path, "second")))
         assert len(started) == 2
@@ -67,7 +63,6 @@ async def test_concurrent_requests_use_separate_workers(tmp_path: Path, started:
 async def test_idle_worker_exits(
     tmp_path: Path, started: list[process.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exit frees the worker's memory. The next request starts a new worker."""
     monkeypatch.setattr(workers, "STAY_S", 0.0)
     async with Workers() as pool:
         await pool.work(packing(tmp_path))
@@ -140,7 +135,7 @@ async def test_cancelled_worker_is_killed_and_its_files_are_removed(
     assert not left.exists()
 
 
-def test_worker_whose_parent_is_gone_exits() -> None:
+def test_worker_exits_if_its_parent_died_before_the_parent_death_signal_was_set() -> None:
     """The worker asks the kernel to send it a signal when its parent dies. By then, the parent may already be dead."""
     with pytest.raises(SystemExit) as caught:
         worker.become_worker(1)
@@ -149,7 +144,6 @@ def test_worker_whose_parent_is_gone_exits() -> None:
 
 
 async def test_blob_transfers_are_counted_by_outcome(counted: Transfers, tmp_path: Path) -> None:
-    """Bytes are counted only for complete transfers. Work other than transfers is not counted at all."""
     base, path = str(tmp_path), tmp_path / "blob"
     path.write_bytes(b"12345")
     await workers.work(Put(base, Blobstore(), str(path)))
