@@ -41,14 +41,14 @@ except (ShimError, HostError) as exc:
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    """Provide a machine that all tests of a module share. Changes to users, mounts and logs are discarded with it."""
+    """Provide a machine that all of a module's tests share. Changes to users, mounts and logs are discarded with it."""
     with machine(tmp_path_factory.mktemp("machine")) as made:
         yield made
 
 
 @pytest.fixture
 async def pod(tmp_path: Path) -> AsyncIterator[PodInstance]:
-    """Provide an instance on which tests can start one container after another. It begins without a container."""
+    """Provide an instance on which tests can start one container after another. Initially, there is no container."""
     async with pods(tmp_path) as made:
         yield made
 
@@ -64,7 +64,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
 def inside(box: Machine) -> Inside:
     """Provide a function that runs the body of a coroutine on the machine: ``inside("return 1 + 1") == 2``.
 
-    If the body raises an expected error, the function returns the error's text.
+    If the body raises one of the agent's own exceptions, the function returns the error message.
     """
     root = Path(__file__).parents[2]
 

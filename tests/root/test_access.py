@@ -1,5 +1,5 @@
-"""Operator access: the agent sets up users, keys and passwords from its settings and from requests over the bus, and
-operators log in with OpenSSH.
+"""Tests operator access: the agent sets up users, keys and passwords from its settings and from requests over the bus,
+and operators log in with OpenSSH.
 """
 
 from __future__ import annotations
@@ -70,10 +70,7 @@ async def test_a3_operator_logs_in_through_the_director_until_the_cleanup(fleet:
 
 
 async def test_keys_and_passwords_from_the_settings_are_installed(fleet: Fleet, key: Path) -> None:
-    """vcap gets the keys and the password, and can log in over SSH.
-
-    Root gets the same password unless the settings contain ``keep_root_password``.
-    """
+    """Root gets vcap's password as well, unless the settings contain ``keep_root_password``."""
     public = key.with_suffix(".pub").read_text().strip()
     hashed = "$6$salt$" + "x" * 86
     one = await fleet.add(AGENT, NETWORKS, bosh={"authorized_keys": [public], "password": hashed})
@@ -82,7 +79,7 @@ async def test_keys_and_passwords_from_the_settings_are_installed(fleet: Fleet, 
     await until(lambda: (shadow(one)["vcap"], shadow(one)["root"]) == (hashed, hashed))
     assert (one.root / "home/vcap/.ssh/authorized_keys").read_text() == public
     await until(lambda: bool(network.listeners(fleet.ssh_port)))
-    one.run("usermod -a -G bosh_sshers vcap")  # The stemcell adds vcap to this group when it is built.
+    one.run("usermod -a -G bosh_sshers vcap")  # vcap is added to this group when the stemcell is built.
     inside = login(fleet, key, "vcap", host_key.read_text(), "id -un")
     assert inside.stdout == "vcap\n", inside.stderr
 
@@ -93,7 +90,7 @@ async def test_keys_and_passwords_from_the_settings_are_installed(fleet: Fleet, 
 
 
 async def test_image_password_is_removed_unless_the_settings_have_one(tmp_path: Path) -> None:
-    """Without a password in the settings, vcap's password is locked, because the one in every stemcell is public."""
+    """vcap's password is public in every stemcell."""
     async with pods(tmp_path) as pod:
         pod.start_container()
         pod.machine.run("echo 'vcap:$6$salt$known' | chpasswd -e")
@@ -103,7 +100,7 @@ async def test_image_password_is_removed_unless_the_settings_have_one(tmp_path: 
 
 
 async def test_a7_cas_from_update_settings_are_trusted_until_they_are_removed(tmp_path: Path) -> None:
-    """The CAs must be installed again when the container is recreated, because its trust store is then the image's."""
+    """A recreated container has the image's trust store, so the CAs must be installed again."""
     authority, hashed = Authority("of the Director"), "$6$salt$" + "y" * 86
     verify = "openssl verify -no-CAstore -no-CApath -CAfile /etc/ssl/certs/ca-certificates.crt /mnt/leaf.pem"
     async with pods(tmp_path) as pod:

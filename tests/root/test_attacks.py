@@ -1,4 +1,4 @@
-"""Attacks by a job on the agent in the same container. All of them must fail."""
+"""Tests that a job's attacks on the agent in the same container fail."""
 
 from __future__ import annotations
 
@@ -106,16 +106,17 @@ def liar(start: str) -> dict[str, str]:
 
 
 def number_of(pod: PodInstance, pattern: str) -> int:
-    """Return the pid of a process in the container's PID namespace."""
+    """Return the pid that the process has in the container's PID namespace."""
     return int(pod.machine.run(f"pgrep -o -f '{pattern}'"))
 
 
-@pytest.mark.attack("a job names a process of root or of another job in its pidfile")
+@pytest.mark.attack("a job writes the pid of a root process or of another job's process into its pidfile")
 @pytest.mark.parametrize("victim", ["the agent", "process 1", "another job"])
-async def test_process_named_in_a_foreign_pidfile_is_not_signalled(pod: PodInstance, victim: str) -> None:
-    """Starting or stopping the job must not signal the named process, and the job must not be reported as running.
-
-    The exception is PID 1: as in monit, a job whose pidfile names PID 1 is reported as running without a process.
+async def test_processes_of_another_job_or_the_agent_named_in_a_pidfile_are_not_signalled(
+    pod: PodInstance, victim: str
+) -> None:
+    """The job must not be reported as running either. The exception is PID 1: as in monit, a job whose pidfile names
+    PID 1 is reported as running without a process.
     """
     await pod.start()
     files_of = {"web": jobs.sleeper(Paths(), "web"), "liar": liar(NAMES_ANOTHER)}
@@ -137,11 +138,9 @@ async def test_process_named_in_a_foreign_pidfile_is_not_signalled(pod: PodInsta
     pod.machine.run(f"kill -0 {web} 1")
 
 
-@pytest.mark.attack("a job makes a dead service appear to be running by putting an operator's process in its pidfile")
+@pytest.mark.attack("a job makes a dead service appear to be running by using the pid of an operator's process")
 async def test_pidfile_written_by_vcap_cannot_claim_an_operators_program(pod: PodInstance) -> None:
-    """An operator's program runs as root, and its arguments contain the job's directory, but the agent has not started
-    it. The agent must report the job as failing, and a stop by the Director must succeed without killing the program.
-    """
+    """The program runs as root, and its arguments contain the job's directory, but the agent has not started it."""
     await pod.start()
     pod.machine.run("tail -f /var/vcap/data/log --retry >/dev/null 2>&1 & echo $! >/var/vcap/data/victim")
     victim = int((pod.vcap / "data/victim").read_text())
@@ -157,13 +156,9 @@ async def test_pidfile_written_by_vcap_cannot_claim_an_operators_program(pod: Po
     pod.machine.run(f"kill -0 {victim}")
 
 
-@pytest.mark.attack("a job tricks root into writing a script's output through a link or a hard link")
+@pytest.mark.attack("a job tricks root into writing a script's output through a symlink or a hard link")
 async def test_script_fails_if_its_log_path_is_not_a_regular_file(pod: PodInstance) -> None:
-    """A job puts a FIFO, a symbolic link or a hard link at its log path.
-
-    Nothing must be written to a link's target, opening the FIFO must not block the agent, and scripts of other jobs
-    must still succeed.
-    """
+    """A job puts a FIFO, a symbolic link or a hard link at its log path. Other jobs' scripts must still succeed."""
     planted = {"pipe": "mkfifo {log}", "link": "ln -s {victim} {log}", "second-name": "ln {victim} {log}"}
     await pod.start()
     script = {"bin/post-start": "#!/bin/sh\necho written by root\n"}
@@ -185,10 +180,8 @@ async def test_script_fails_if_its_log_path_is_not_a_regular_file(pod: PodInstan
 
 @pytest.mark.attack("a job replaces its error log with a link to the settings or with a FIFO")
 async def test_error_log_replaced_by_a_job_neither_blocks_nor_leaks(pod: PodInstance) -> None:
-    """Sandboxed processes replace their error logs with a pipe, a link to the agent's settings or a link to a pipe, and
-    exit. The agent then reports the last line of each error log.
-
-    Neither ``status`` nor the alert to the Health Monitor may contain a line of the settings.
+    """The agent reports the last line of each error log. Neither ``status`` nor the alert may contain a line from the
+    settings.
     """
     pod.env = {"note": CANARY}
     planted = {
@@ -226,12 +219,10 @@ async def test_error_log_replaced_by_a_job_neither_blocks_nor_leaks(pod: PodInst
     assert await pod.director.value(AGENT, "ping") == "pong"
 
 
-@pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
+@pytest.mark.attack("a job occupies the run directory that bpm, the agent or a later job will use")
 @pytest.mark.parametrize("planted", ["link", "file", "directory in the place of the pidfile"])
 async def test_object_planted_at_the_bpm_pidfile_directory_is_replaced(pod: PodInstance, planted: str) -> None:
-    """Every user may write to ``/var/vcap/sys/run``, so a job can put something in the way of the bpm directory. The
-    agent replaces it with its own directory, and the next job starts.
-    """
+    """Every user may write to ``/var/vcap/sys/run``, so a job can create something at this path."""
     await pod.start()
     how = {
         "link": "ln -s /var/vcap/data/elsewhere /var/vcap/sys/run/bpm",
@@ -251,12 +242,10 @@ async def test_object_planted_at_the_bpm_pidfile_directory_is_replaced(pod: PodI
     assert pod.machine.run("ls /var/vcap/sys/run/bpm/caged") == ""
 
 
-@pytest.mark.attack("a job makes a dead service appear to be running by putting an operator's process in its pidfile")
+@pytest.mark.attack("a job makes a dead service appear to be running by using the pid of an operator's process")
 async def test_pidfile_planted_in_the_bpm_directory_is_ignored(pod: PodInstance) -> None:
     """Before a job's first bpm process runs, any user can create the directory and put a pidfile with the expected name
     into it.
-
-    ``bpm pid`` and ``bpm stop`` must ignore that file, and starting the process must replace it.
     """
     await pod.start()
     await pod.apply({"caged": BPM})
@@ -275,11 +264,9 @@ async def test_pidfile_planted_in_the_bpm_directory_is_ignored(pod: PodInstance)
     assert int(pod.machine.run(f"{bpm} pid caged")) != victim
 
 
-@pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
-async def test_object_at_the_run_directory_of_a_later_job_is_moved_away(pod: PodInstance) -> None:
-    """A job could plant a link there. The start script of the later job, which runs as root, would then write its
-    pidfile through the link.
-    """
+@pytest.mark.attack("a job occupies the run directory that bpm, the agent or a later job will use")
+async def test_object_planted_at_a_later_jobs_run_directory_is_moved_away(pod: PodInstance) -> None:
+    """If a link stayed there, the later job's start script would write its pidfile through the link as root."""
     planted = {"link": "ln -s /var/vcap/data/elsewhere", "file": "touch", "pipe": "mkfifo"}
     await pod.start()
     pod.machine.run("mkdir -m 755 /var/vcap/data/elsewhere")
@@ -295,13 +282,13 @@ async def test_object_at_the_run_directory_of_a_later_job_is_moved_away(pod: Pod
     assert made == dict.fromkeys(planted, "directoryroot770\n")
 
 
-@pytest.mark.attack("a job occupies the run directory of a later job, of bpm or of the agent")
+@pytest.mark.attack("a job occupies the run directory that bpm, the agent or a later job will use")
 @pytest.mark.parametrize("planted", ["ln -s /var/vcap/data/elsewhere", "touch", "mkdir -p"])
-async def test_object_planted_at_the_agents_run_directory_does_not_prevent_its_start(
+async def test_object_planted_at_the_agents_run_directory_does_not_prevent_the_agents_start(
     pod: PodInstance, planted: str
 ) -> None:
     """The directory does not exist before this agent's first start, so jobs that ran under the Go agent can put
-    something else in its place. The agent must replace it.
+    something else in its place.
     """
     pod.start_container()
     more = "/output/full" if planted == "mkdir -p" else ""
@@ -315,10 +302,8 @@ async def test_object_planted_at_the_agents_run_directory_does_not_prevent_its_s
 
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or chowns files")
-def test_directories_are_not_created_or_chowned_through_links_of_jobs(tmp_path: Path) -> None:
-    """Links owned by root are followed, because images and operators create them. For any other link, the error names
-    the link and its owner.
-    """
+def test_directories_are_not_created_or_chowned_through_links_owned_by_jobs(tmp_path: Path) -> None:
+    """Links owned by root are followed, because images and operators create them."""
     for name in ("victim", "victim/there", "way", "way/of_a_job"):
         (tmp_path / name).mkdir()
     (tmp_path / "way/ours").symlink_to(tmp_path / "victim")
@@ -338,10 +323,7 @@ def test_directories_are_not_created_or_chowned_through_links_of_jobs(tmp_path: 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or chowns files")
 @pytest.mark.parametrize("planted", ["link", "link on the way", "link of root that was moved", "link of root"])
 def test_reads_follow_only_links_that_root_placed(tmp_path: Path, planted: str) -> None:
-    """A link counts as placed by root if root owns it and only root can write to its directory.
-
-    The test reads a pidfile and a file that a monit rule names.
-    """
+    """A link counts as placed by root if root owns it and only root can write to its directory."""
     secret, theirs = tmp_path / "secret/file", tmp_path / "theirs"
     secret.parent.mkdir()
     secret.write_text("secret")
@@ -369,11 +351,9 @@ def test_reads_follow_only_links_that_root_placed(tmp_path: Path, planted: str) 
     assert process_record.read(path) is None
 
 
-@pytest.mark.attack("a job exposes other users' files through links or hard links in its log directory")
-def test_hard_link_to_a_file_of_root_is_not_read(tmp_path: Path) -> None:
-    """Without ``fs.protected_hardlinks`` on the host, a job can put a hard link to any file into its log directory. The
-    agent must not show the content of such a file, for example as the last line of a log.
-    """
+@pytest.mark.attack("a job exposes other users' files through symlinks or hard links in its log directory")
+def test_hard_link_to_a_root_owned_file_is_not_read(tmp_path: Path) -> None:
+    """Without ``fs.protected_hardlinks`` on the host, a job can put a hard link to any file into its log directory."""
     (tmp_path / "job").mkdir()
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "job/x.log").hardlink_to(tmp_path / "secret")
@@ -387,7 +367,7 @@ def test_hard_link_to_a_file_of_root_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.attack("a job connects to the control socket")
 async def test_control_socket_does_not_answer_other_users(pod: PodInstance) -> None:
-    """Other users get no answer even if the socket's mode allows them to connect."""
+    """Other users must get no answer even if the socket's mode allows them to connect."""
     await pod.start()
     socket = "/var/vcap/bosh/agent_shim.sock"
     pod.machine.run(f"chmod 777 {socket} $(dirname {socket})")
@@ -400,9 +380,8 @@ async def test_control_socket_does_not_answer_other_users(pod: PodInstance) -> N
     assert pod.machine.run(f"{AS_VCAP} {sys.executable} {place}") == "hung up\n"
 
 
-@pytest.mark.attack("a job reads the memory or a core file of the agent")
-async def test_jobs_cannot_read_the_memory_of_the_agent(pod: PodInstance) -> None:
-    """vcap can neither read the agent's memory, which contains its private key for the bus, nor trace the agent."""
+@pytest.mark.attack("a job reads the agent's memory or core file")
+async def test_jobs_cannot_read_the_agents_memory(pod: PodInstance) -> None:
     await pod.start()
     (pod.vcap / "data/touch.py").write_text(TOUCH)
     place = "/var/vcap/data/touch.py"
@@ -413,10 +392,7 @@ async def test_jobs_cannot_read_the_memory_of_the_agent(pod: PodInstance) -> Non
 
 
 @pytest.mark.attack("a job searches for the agent's keys and settings")
-async def test_job_cannot_read_secrets_of_the_agent(pod: PodInstance) -> None:
-    """No file, command line or environment that vcap can read contains a credential from the settings or a
-    private key.
-    """
+async def test_job_cannot_read_the_agents_secrets(pod: PodInstance) -> None:
     pod.env = {"note": CANARY, "blobstores": [{"provider": "local", "options": {"blobstore_path": "/var/vcap/blobs"}}]}
     await pod.start()
     await pod.deploy()
@@ -430,15 +406,14 @@ async def test_job_cannot_read_secrets_of_the_agent(pod: PodInstance) -> None:
 
     assert "settings.json" in seen_by_root
     found = [path for path in seen_by_job if path.startswith(("/var/vcap", "/tmp"))]
-    # Ignore the checkout, which contains such strings and may be below /tmp.
+    # Ignore the project's own files, which contain such strings and may be below /tmp.
     assert [path for path in found if not Path(path).is_relative_to(ROOT)] == []
 
 
 async def test_thousands_of_job_processes_do_not_block_the_loop(pod: PodInstance) -> None:
-    """With 6000 processes, reading the process table takes a tenth of a second. ``status``, ``get_state`` and a stop
-    read it, but must not block the event loop while they do.
+    """``status``, ``get_state`` and a stop read the process table, which takes a tenth of a second here.
 
-    Here a callback may sleep longer than usual, because the kernel holds the process table's lock while thousands of
+    A callback may take longer than usual, because the kernel holds the process table's lock while thousands of
     processes exit.
     """
     await pod.start()
@@ -451,8 +426,8 @@ async def test_thousands_of_job_processes_do_not_block_the_loop(pod: PodInstance
         assert (await pod.run("get_state", "full"))["job_state"] == "running"
     await pod.run("stop")
 
-    # pgrep does not count zombies here. They remain for a while, because the agent reaps only a few per turn of its
-    # event loop.
+    # pgrep does not count zombies here. They remain for a while, because the agent reaps only a few in each iteration
+    # of its event loop.
     assert pod.machine.run(f"{living} || true") == "0\n"
     pod.machine.run("until ! pgrep -u vcap perl >/dev/null; do sleep 0.1; done")
     assert re.findall("the event loop was blocked: a callback computed.*", pod.log) == []
@@ -460,8 +435,8 @@ async def test_thousands_of_job_processes_do_not_block_the_loop(pod: PodInstance
 
 @pytest.mark.attack("a job replaces a directory with root's programs on a world-writable volume")
 async def test_jobs_cannot_replace_root_programs_in_a_world_writable_volume(pod: PodInstance) -> None:
-    """The kubelet creates an emptyDir with mode 0777. If the agent did not change that, a job could replace the
-    directory of a program that root runs.
+    """The kubelet creates emptyDirs with mode 0777. In such a volume, a job could replace the directory of a program
+    that root runs.
     """
     pod.start_container()
     pod.machine.run("chmod 777 /var/vcap /var/vcap/data")
@@ -478,8 +453,8 @@ async def test_jobs_cannot_replace_root_programs_in_a_world_writable_volume(pod:
 
 
 async def test_jobs_can_enter_volumes_with_restrictive_modes(pod: PodInstance) -> None:
-    """The local-path provisioner creates volumes with mode 0750, which the agent changes so that vcap can enter
-    them.
+    """The local-path provisioner creates volumes with mode 0750. The agent changes the mode so that vcap can enter the
+    volume.
     """
     pod.start_container()
     pod.machine.run("chmod 750 /var/vcap /var/vcap/data")
@@ -489,9 +464,9 @@ async def test_jobs_can_enter_volumes_with_restrictive_modes(pod: PodInstance) -
 
 
 @pytest.mark.attack("a job replaces a directory with root's programs on a world-writable volume")
-async def test_job_cannot_create_the_run_directory_of_sshd(pod: PodInstance) -> None:
+async def test_job_cannot_create_sshds_run_directory(pod: PodInstance) -> None:
     """If the root file system is read-only, ``/run`` is a world-writable emptyDir, in which a job could create
-    ``/run/sshd``. The agent must restrict the mode of ``/run``.
+    ``/run/sshd``.
     """
     pod.start_container()
     pod.machine.run("chmod 777 /run")
@@ -504,10 +479,8 @@ async def test_job_cannot_create_the_run_directory_of_sshd(pod: PodInstance) -> 
 @pytest.mark.parametrize("planted", ["set-group-id", "access list"])
 @pytest.mark.parametrize("kind", ["log", "archive"])
 def test_root_logs_in_a_job_directory_are_unreadable_to_the_job(tmp_path: Path, kind: str, planted: str) -> None:
-    """vcap owns the log directory of a bpm job, but logs of root's scripts in that directory may contain secrets.
-
-    The job sets the set-group-id bit or a default ACL on the directory. It must not get read access to new logs and
-    archives there.
+    """vcap owns the log directory of a bpm job, so the job can set the set-group-id bit or a default ACL on it. The
+    logs of root's scripts in that directory may contain secrets.
     """
     place = tmp_path / "log"
     place.mkdir(0o750)
@@ -532,10 +505,10 @@ def test_root_logs_in_a_job_directory_are_unreadable_to_the_job(tmp_path: Path, 
         assert gzip.decompress((tmp_path / "made").read_bytes()) == b"secret"
 
 
-@pytest.mark.attack("a job forges the marker of its disk")
-def test_job_cannot_replace_the_marker_of_a_world_writable_disk(tmp_path: Path) -> None:
-    """Some provisioners create volumes with mode 0777. The agent must restrict the mode, because otherwise a job could
-    forge a marker that names another disk, and the next mount would fail.
+@pytest.mark.attack("a job forges its disk's marker")
+def test_job_cannot_replace_the_marker_on_a_world_writable_disk(tmp_path: Path) -> None:
+    """Some provisioners create volumes with mode 0777. In such a volume, a job could forge a marker that names another
+    disk.
     """
     volume = tmp_path / "volume"
     volume.mkdir()
@@ -549,10 +522,10 @@ def test_job_cannot_replace_the_marker_of_a_world_writable_disk(tmp_path: Path) 
     assert stat.S_IMODE(volume.stat().st_mode) == 0o755
 
 
-@pytest.mark.attack("a job stops all processes of its user, including children of the agent")
+@pytest.mark.attack("a job stops all its user's processes, including the agent's children")
 async def test_job_that_stops_all_processes_of_its_user_does_not_block_the_agent(pod: PodInstance) -> None:
     """The job sends SIGSTOP to all of vcap's processes, including children of the agent that have switched to vcap but
-    not yet executed their program. The agent must keep answering.
+    have not started their program yet.
     """
     pod.env = {"authorized_keys": ["ssh-ed25519 AAAA vcap"]}
     await pod.start()

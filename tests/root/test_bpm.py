@@ -1,4 +1,4 @@
-"""What jobs with a bpm.yml can see and do at each isolation level. They run as vcap on their own machine."""
+"""Tests what jobs with a bpm.yml can see and do at each isolation level. They run as vcap on their own machine."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ def run(inside: Inside, level: int, body: str) -> Any:
 
 @pytest.fixture(scope="module")
 def known() -> dict[int, Any]:
-    """Provide a dictionary that caches the jobs' observations by isolation level for all tests of the module."""
+    """Provide a dictionary that caches the jobs' observations by isolation level for all of the module's tests."""
     return {}
 
 
@@ -319,10 +319,8 @@ def look(inside: Inside, known: dict[int, Any]) -> Callable[[int], Any]:
 
 
 def has_rules(cell: str) -> bool:
-    """Return True if, according to a cell of the documented table, a job has only the access that the key
-    grants.
-    """
-    return not re.search("not enforced|not restricted|^what the container has$", cell)
+    """Return True if a cell of the documented table says that a job's access is restricted to what the key grants."""
+    return not re.search("not enforced|not restricted|^only the container's privileges$", cell)
 
 
 CLOSED = {"jobs/other/config/secret", "bosh/settings.json"}
@@ -371,7 +369,7 @@ SHOWN: dict[str, Callable[[Any, str], tuple[Any, Any]]] = {
     ),
     "shutdown_signal": lambda found, _: (found["last"], ["got SIGINT", "got SIGTERM"]),
 }
-"""For each key of bpm.yml, a function that returns the observed value and the value that docs/bpm.md promises at a
+"""For each bpm.yml key, a function that returns the observed value and the value that docs/bpm.md promises at a
 level.
 """
 
@@ -384,7 +382,7 @@ def test_every_documented_bpm_key_has_a_check() -> None:
 @pytest.mark.attack("root in a container escapes from a bpm sandbox with a mount")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_keys_have_the_documented_effect(look: Callable[[int], Any], level: int) -> None:
-    """Jobs that use every key of bpm.yml report their files, ids, limits, signals and environment. The reports must
+    """Jobs that use every bpm.yml key report their files, ids, limits, signals and environment. The reports must
     agree with docs/bpm.md, which says which keys take effect at each level.
     """
     found = look(level)
@@ -394,13 +392,10 @@ def test_bpm_keys_have_the_documented_effect(look: Callable[[int], Any], level: 
         assert seen == said, key
 
 
-@pytest.mark.attack("a bpm process gains capabilities, or keeps the groups or descriptors of the agent")
+@pytest.mark.attack("a bpm process gains capabilities, or keeps the agent's groups or descriptors")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_job_runs_in_the_same_default_context_as_under_bpm(look: Callable[[int], Any], level: int) -> None:
-    """This covers everything that bpm.yml does not configure, such as ids, umask, environment and pidfiles.
-
-    It must be the same at all levels.
-    """
+    """The context is everything that bpm.yml does not configure, such as ids, umask, environment and pidfiles."""
     found = look(level)
     web, worker = found["web"], found["worker"]
 
@@ -412,8 +407,8 @@ def test_bpm_job_runs_in_the_same_default_context_as_under_bpm(look: Callable[[i
         assert each["ids"] == [1000, 1000, 1000, 1000, []]
         assert (each["nothing gained"], each["umask"], each["own session"]) == ("1", 0o22, True)
         assert each["spared"] == 0
-        # The job is a Python program, and Python itself ignores SIGPIPE and SIGXFSZ. The two internal signals of glibc
-        # (32 and 33) are ignored in every child of posix_spawn.
+        # The job is a Python program, and Python itself ignores SIGPIPE and SIGXFSZ. glibc's two internal signals (32
+        # and 33) are ignored in every child of posix_spawn.
         assert (each["blocked"], each["ignored"] & ~(3 << 31)) == (0, 1 << 12 | 1 << 24)
         assert "packages/tool/bin/tool" in each["runs"]
     assert [int(each, 16) for each in web["capabilities"]] == [0, 0, 0]
@@ -432,9 +427,6 @@ def test_bpm_job_runs_in_the_same_default_context_as_under_bpm(look: Callable[[i
 
 @pytest.mark.attack("a bpm process uses kernel interfaces that it does not need, such as /proc/kcore")
 def test_bpm_masks_kernel_paths(look: Callable[[int], Any]) -> None:
-    """At level 1, the paths that bpm masks must be empty or read-only. A privileged process must see the original
-    files.
-    """
     masked = {"/etc/sv", "/proc/kcore", "/proc/timer_list", "/sys/firmware"}
     web, free = look(1)["web"]["closed"], look(1)["free"]["closed"]
 
@@ -444,12 +436,10 @@ def test_bpm_masks_kernel_paths(look: Callable[[int], Any]) -> None:
     assert not free["/proc/sys/vm/swappiness"][1]
 
 
-@pytest.mark.attack("a bpm process signals, traces, mounts or gains rights outside its sandbox")
+@pytest.mark.attack("a bpm process affects other processes, mounts file systems or gains rights outside its sandbox")
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_job_cannot_escape_its_isolation(look: Callable[[int], Any], level: int) -> None:
-    """A job must not be able to reach other processes, mount anything or change its user.
-
-    Level 3 has no such isolation, and there the same job does signal other processes, which shows that its attempts are
+    """Level 3 has no such isolation. There, the same job does signal other processes, which shows that its attempts are
     real.
     """
     assert look(level)["web"]["does"] == []
@@ -486,10 +476,7 @@ sandbox.isolation = lambda: isolation(memory=False, processes=False)
 def test_bpm_process_above_its_memory_limit_is_killed_and_reported(
     inside: Inside, level: int, has_cgroups: bool
 ) -> None:
-    """The kernel or the agent's watchdog must kill only the process that exceeds its limit.
-
-    The process must be restarted, and the alert must say how much memory it used.
-    """
+    """Without a cgroup, the agent's watchdog kills the process instead of the kernel."""
     body = ("" if has_cgroups else WITHOUT_CGROUPS) + OUT_OF_MEMORY
     found = run(inside, level, body)
     service, description, is_other_alive, has_limit, end = found
@@ -542,12 +529,11 @@ return [sorted(log("web").splitlines()), log("web", "stderr"), info("web").reaso
 """
 
 
-@pytest.mark.attack("a bpm process gains capabilities, or keeps the groups or descriptors of the agent")
+@pytest.mark.attack("a bpm process gains capabilities, or keeps the agent's groups or descriptors")
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("is_writable", [True, False])
 def test_bpm_volume_may_be_the_root_directory(inside: Inside, level: int, is_writable: bool) -> None:
-    """The job must see the machine's root directory, but paths that bpm itself mounts must keep their own access
-    rights. The job's directory, for example, stays read-only.
+    """Paths that bpm itself mounts must keep their own access rights.
 
     With Landlock, a writable root directory makes everything writable, because Landlock cannot restrict a path below a
     directory to which it has granted access.
@@ -586,10 +572,9 @@ return [await supervisor.bpm.run(BpmCall("start", "web", name), [], {}) for name
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_bpm_job_can_run_packages_of_a_standalone_directory(inside: Inside, level: int) -> None:
-    """Without a Director, the agent deploys a local directory, and the packages are links into it.
-
-    The job must be able to run its packages, but not to read other files in that directory.
+def test_bpm_job_can_run_packages_from_a_standalone_directory(inside: Inside, level: int) -> None:
+    """Without a Director, the packages are links into the deployed directory. The job must not be able to read other
+    files in that directory.
     """
     assert run(inside, level, PACKAGE_IN_PLACE) == [0, 1]
 
@@ -614,8 +599,8 @@ return [await supervisor.bpm.run(BpmCall("start", "web", "web"), [], {}), log("w
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_may_be_the_jobs_directory(inside: Inside, level: int) -> None:
-    """health_monitor requests the jobs directory as a volume. The job must see all jobs in it, and it must be possible
-    to run the job's own program there, although the path contains a link.
+    """health_monitor requests the jobs directory as a volume. It must be possible to run the job's own program there,
+    although the path contains a link.
     """
     code, said, errors = run(inside, level, ALL_JOBS)
 
@@ -662,7 +647,7 @@ return [outside, inside, log("web", "stderr")]
 
 
 @pytest.mark.attack("root in a container escapes from a bpm sandbox with a mount")
-def test_mounts_below_shared_bpm_volumes_propagate_both_ways(inside: Inside) -> None:
+def test_mounts_below_shared_bpm_volumes_propagate_in_both_directions(inside: Inside) -> None:
     """Below volumes that are not shared, mounts propagate only from the machine to the job, or not at all."""
     outside, inner, errors = run(inside, 1, SHARED)
 
@@ -678,7 +663,6 @@ def test_mounts_below_shared_bpm_volumes_propagate_both_ways(inside: Inside) -> 
 @pytest.mark.attack("a bpm process exceeds its memory or process limit")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_limits_the_number_of_processes(inside: Inside, level: int) -> None:
-    """The kernel refuses a fork beyond the limit, which requires a cgroup."""
     out, errors, has_limit = run(inside, level, PROCESSES)
 
     assert has_limit
@@ -710,9 +694,6 @@ return [before == adopted, log("web").splitlines()[-1], left, commands]
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_restarted_agent_adopts_an_isolated_bpm_process(inside: Inside, level: int) -> None:
-    """The new agent must identify the process by its pidfile, and a stop must still terminate all processes in the
-    sandbox.
-    """
     same, last, left, commands = run(inside, level, NEXT_AGENT)
 
     assert same
@@ -727,8 +708,7 @@ return list(await sandbox.isolation())
 """
 
 
-def test_bpm_isolation_level_follows_the_privileges_of_the_container(inside: Inside) -> None:
-    """Without CAP_SYS_ADMIN, the probe must return level 2 and the reason why level 1 is not available."""
+def test_bpm_isolation_level_follows_the_containers_privileges(inside: Inside) -> None:
     assert inside(ISOLATION)[:2] == [1, ""]
     without = inside(ISOLATION, "setpriv", "--bounding-set", "-sys_admin")
     assert without[:2] == [2, "create namespaces: Operation not permitted"]
@@ -761,10 +741,9 @@ return [codes, init]
 
 
 @pytest.mark.parametrize("inits", [list(sandbox.INITS), []])
-def test_first_process_of_a_bpm_namespace_is_an_init(inside: Inside, inits: list[str]) -> None:
-    """The namespace uses the container's init program if there is one, and otherwise the agent's own.
-
-    Both forward signals, reap orphans and exit with the program's exit status.
+def test_first_process_in_a_bpm_namespace_is_an_init(inside: Inside, inits: list[str]) -> None:
+    """The namespace uses the container's init program if there is one, and otherwise the agent's own. Both forward
+    signals, reap orphans and exit with the program's exit status.
     """
     codes, init = run(inside, 1, INIT.replace("INITS", repr(inits)))
 

@@ -1,5 +1,5 @@
-"""Attacks on the sandbox by a process of bpm.yml: links planted for root to follow, mounts, rules, signals and the
-terminal.
+"""Tests attacks on the sandbox by a bpm process: links planted for root to follow, mounts, rules, signals and
+the terminal.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ return [sorted(set(log("web").splitlines())), log("web", "stderr"), sorted(refus
 """
 
 
-@pytest.mark.attack("a bpm process replaces its directory or volume with a link before it is mounted")
+@pytest.mark.attack("a bpm process replaces its directory or volume with a link before the agent mounts it")
 @pytest.mark.parametrize("target", ["/var/vcap/jobs/other/config", "/etc"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_swapped_with_a_link_shows_no_other_files(inside: Inside, level: int, target: str) -> None:
     """The job keeps swapping the volume with a link while root checks, opens and mounts it. The job must either see its
-    own directory or not be run.
+    own directory or not be started.
     """
     said, errors, refused = run(inside, level, EXCHANGING.replace("TARGET", target))
 
@@ -88,15 +88,14 @@ return [log("web"), info("web").reason, before == Path("/proc/self/mountinfo").r
 
 
 def planted(volume: str, owner: int, more: str = "mount_only: true") -> str:
-    """Return the body of a test in which a job's volume is a link, owned by uid ``owner``, to files of another user."""
+    """Return the body of a test in which a job's volume is a link, owned by uid ``owner``, to another user's files."""
     return PLANTED.replace("VOLUME", volume).replace("OWNER", str(owner)).replace("MORE", more)
 
 
-@pytest.mark.attack("a bpm process replaces its directory or volume with a link before it is mounted")
+@pytest.mark.attack("a bpm process replaces its directory or volume with a link before the agent mounts it")
 @pytest.mark.parametrize("more", ["mount_only: true", "mount_only: true, shared: true"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_that_is_a_link_owned_by_the_job_is_refused(inside: Inside, level: int, more: str) -> None:
-    """The error names the volume, the link and its owner. No mount is left on the machine."""
     volume = "/var/vcap/data/shown/volume"
     said, reason, is_unchanged = run(inside, level, planted(volume, 1000, more))
 
@@ -105,7 +104,7 @@ def test_bpm_volume_that_is_a_link_owned_by_the_job_is_refused(inside: Inside, l
     assert is_unchanged
 
 
-@pytest.mark.attack("a bpm process replaces its directory or volume with a link before it is mounted")
+@pytest.mark.attack("a bpm process replaces its directory or volume with a link before the agent mounts it")
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_that_is_a_root_link_in_a_job_directory_is_refused(inside: Inside, level: int) -> None:
     """Root owns the link, but the job can write to the directory and may have moved the link there."""
@@ -117,13 +116,13 @@ def test_bpm_volume_that_is_a_root_link_in_a_job_directory_is_refused(inside: In
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_that_is_a_link_placed_by_root_is_followed(inside: Inside, level: int) -> None:
-    """The job must see the link's target, because operators and pre-start scripts create such links."""
+    """Operators and pre-start scripts create such links."""
     said, reason, _ = run(inside, level, planted("/var/vcap/data/volume", 0))
 
     assert (said, reason) == ("secret", "")
 
 
-def test_agent_without_root_follows_only_its_own_links_and_those_of_root(box: Machine, inside: Inside) -> None:
+def test_agent_without_root_follows_only_links_owned_by_root_or_by_itself(box: Machine, inside: Inside) -> None:
     box.run(
         "mkdir -p /var/vcap/links; chmod 1777 /var/vcap/links; cd /var/vcap/links; rm -f *;"
         "for owner in 0 1000 65534; do ln -s /etc $owner; chown -h $owner $owner; done"
@@ -168,8 +167,8 @@ return [log("web"), (paths.sys / "log/web/NAME").stat().st_uid]
 @pytest.mark.parametrize("name", ["bpm.log", "web.stderr.log"])
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_root_log_moved_to_a_bpm_log_path_is_not_given_to_the_job(inside: Inside, level: int, name: str) -> None:
-    """The job moves a log of root's post-start script to the path of its own log. When its process starts the next
-    time, the agent must not make vcap the owner of this file, because the job could then read it.
+    """The job moves a log of root's post-start script to the path of its own log, because the agent makes vcap the
+    owner of the file at that path.
     """
     said, owner = run(inside, level, MOVING.replace("NAME", name))
 
@@ -219,13 +218,11 @@ return log("web").splitlines()
 """
 
 
-@pytest.mark.attack("a bpm process gains capabilities, or keeps the groups or descriptors of the agent")
+@pytest.mark.attack("a bpm process gains capabilities, or keeps the agent's groups or descriptors")
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_bpm_process_inherits_no_descriptor_of_the_agent(inside: Inside, level: int) -> None:
-    """The process has no open descriptors apart from its standard streams.
-
-    The test also checks that files and sockets of other jobs are hidden only at level 1, because Landlock cannot
-    prevent changes of modes and connections to sockets.
+def test_bpm_process_inherits_no_descriptor_from_the_agent(inside: Inside, level: int) -> None:
+    """Other jobs' files and sockets are hidden only at level 1, because Landlock cannot prevent a job from changing
+    modes or connecting to sockets.
     """
     descriptors, *done = run(inside, level, REACHES.replace("REACHING", repr(REACHING)))
 
@@ -305,7 +302,7 @@ def in_shell(inside: Inside, level: int, rc: str, operator: str, typed: list[tup
     return found[0], found[1]
 
 
-@pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or keeps running after it")
+@pytest.mark.attack("a bpm process types into the operator's terminal, or survives the end of `bpm shell`")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_shell_cannot_inject_input_into_the_operators_terminal(inside: Inside, level: int) -> None:
     """A .bashrc that the job has planted pushes a command into the terminal's input (TIOCSTI). The command must reach
@@ -321,9 +318,6 @@ def test_bpm_shell_cannot_inject_input_into_the_operators_terminal(inside: Insid
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_shell_is_interactive(inside: Inside, level: int) -> None:
-    """The shell must have a named terminal and job control, and notice changes of the window size. Ctrl-C must not make
-    it exit.
-    """
     operator = "/var/vcap/jobs/bpm/bin/bpm shell web; echo code $?; echo EN''D"
     typed: list[tuple[bytes, Any]] = [
         (b"% ", b"tty; stty size; echo fir''st\n"),
@@ -344,7 +338,7 @@ def test_bpm_shell_is_interactive(inside: Inside, level: int) -> None:
     assert same
 
 
-@pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or keeps running after it")
+@pytest.mark.attack("a bpm process types into the operator's terminal, or survives the end of `bpm shell`")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bpm_shell_does_not_change_the_operators_terminal_modes(inside: Inside, level: int) -> None:
     """If the shell left the terminal in raw mode without echo, the operator could not see what they type."""

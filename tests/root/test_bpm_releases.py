@@ -1,4 +1,5 @@
-"""Jobs modelled on real releases (bosh-dns, haproxy and nginx), run with the real programs at each isolation level.
+"""Tests jobs modelled on real releases (bosh-dns, haproxy and nginx), run with the real programs at each isolation
+level.
 
 Besides their bpm.yml, these jobs rely on the following: they can list the names of all jobs, the actual program is a
 child of the process in the pidfile, daemons that fork remain descendants of that process, and a drain script can kill
@@ -168,9 +169,6 @@ await supervisor.stop(wait=True)
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_bosh_dns_runs_under_bpm(inside: Inside, level: int) -> None:
-    """bosh-dns lists the jobs, reads their links and the instance's health, listens on a low port and writes to its
-    directory.
-    """
     found = deployed(inside, level, BOSH_DNS)
 
     assert found["errors"] == ""
@@ -330,7 +328,6 @@ outcome["errors"] = [line for line in says("nginx", "nginx", "stderr").splitline
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.skipif(not shutil.which("nginx"), reason="needs the package nginx")
 def test_nginx_runs_and_stops_under_bpm(inside: Inside, level: int, unsafe: str) -> None:
-    """nginx listens on a low port as vcap. After a stop, neither the master nor a worker is running."""
     port = str(880 + 2 * level + bool(unsafe))  # machines share the network, and tests run in parallel
     found = deployed(inside, level, NGINX.replace("UNSAFE", unsafe).replace("881", port))
 

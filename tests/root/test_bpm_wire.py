@@ -1,4 +1,4 @@
-"""Releases whose scripts call bpm. A Director deploys them to an agent that runs as root on its own machine."""
+"""Tests releases whose scripts call bpm. A Director deploys them to an agent that runs as root on its own machine."""
 
 from __future__ import annotations
 
@@ -65,9 +65,7 @@ def release() -> dict[str, str | bytes]:
 
 @pytest.mark.parametrize("has_release", [False, True])
 async def test_job_scripts_reach_the_agents_bpm(fleet: Fleet, has_release: bool) -> None:
-    """While the job is deployed, drained, stopped and deployed again, all its scripts must call the agent's own bpm,
-    even if the bpm release is deployed on the same instance.
-    """
+    """All scripts must call the agent's own bpm, even if the bpm release is deployed on the same instance."""
     machine = await fleet.add(AGENT, {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0"}})
 
     async def run(method: str, *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Owners and modes of bundles (jobs and packages) that are unpacked below the real ``/var/vcap``."""
+"""Tests the owners and modes of bundles (jobs and packages) that are unpacked below the real ``/var/vcap``."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ print(json.dumps({
 
 
 def test_bundle_owners_and_modes_match_the_go_agent(tmp_path: Path) -> None:
-    """Files that jobs may read must belong to the group vcap, and all others to the group root, whatever the archive
-    says.
+    """Files that jobs may read must belong to the vcap group, and all other files to the root group, whatever the
+    archive says.
     """
     with machine(tmp_path) as inside:
         done = inside.popen([sys.executable, "-c", INSIDE], stdout=subprocess.PIPE)

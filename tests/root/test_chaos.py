@@ -1,4 +1,4 @@
-"""Runs the short cases of ``./dev chaos``."""
+"""Tests the short cases of ``./dev chaos``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_chaos_case_keeps_all_invariants(case: str, tmp_path: Path) -> None:
 
 
 def test_chaos_kill_is_reported_even_if_the_work_finished_first(tmp_path: Path) -> None:
-    """The victim can finish its work between being killed and the tracer's report. If the report were then lost, the
+    """The victim can finish its work between the kill and the tracer's report. If the report were then lost, the
     case would wait for a reply from a dead agent.
     """
     program = "import sys; sys.stdin.readline(); open(sys.argv[1], 'w')"
@@ -54,8 +54,8 @@ def test_chaos_kill_is_reported_even_if_the_work_finished_first(tmp_path: Path) 
     assert stand.expected_ends == 1
 
 
-def test_tracer_makes_all_system_calls_fail_from_a_given_number_on(tmp_path: Path) -> None:
-    """This simulates a full disk: calls that need space fail with ENOSPC, but files can still be deleted."""
+def test_tracer_simulates_a_full_disk_starting_at_a_given_system_call(tmp_path: Path) -> None:
+    """Calls that need space fail with ENOSPC, but files can still be deleted."""
     program = """import os, sys
 sys.stdin.readline()
 file = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)

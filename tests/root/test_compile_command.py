@@ -1,4 +1,4 @@
-"""``bosh-agent compile`` on a real ``/var/vcap``."""
+"""Tests ``bosh-agent compile`` on a real ``/var/vcap``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ pytestmark = pytest.mark.root
 CALL = "import sys; from agent_shim.cli.commands import bosh_agent; sys.exit(bosh_agent(sys.argv[1:]))"
 
 
-def test_compile_command_compiles_for_the_stemcell_of_its_image(box: Machine, tmp_path: Path) -> None:
-    """The packaging script must find its package at ``/var/vcap/packages/NAME``.
-
-    The package is compiled for the stemcell that the image's os-release and stemcell_version files name.
-    """
+def test_compile_command_targets_the_images_stemcell(box: Machine, tmp_path: Path) -> None:
+    """The image's os-release and stemcell_version files name the stemcell."""
     script = f"set -e; {LIBRARY}; stat -Lc %U:%G:%a $BOSH_INSTALL_TARGET > /var/vcap/packages/library/owner"
     source = release(tmp_path / "in.tgz", library=(script, []))
     (box.root / "tmp/in.tgz").write_bytes(source.read_bytes())

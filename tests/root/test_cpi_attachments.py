@@ -1,6 +1,6 @@
-"""The program with which attachment pods mount disks into running VMs, tested with real mounts.
+"""Tests the program with which attachment pods mount disks into running VMs, with real mounts.
 
-Each test has a node, a VM that sees one directory of the node, and helpers. A helper is a process that runs this
+Each test has a node, a VM that sees one of the node's directories, and helpers. A helper is a process that runs this
 program, and some tests kill it.
 """
 
@@ -68,7 +68,7 @@ class AttachmentNode:
         self.cgroup_of_helpers: list[tuple[Path, Path]] = []
 
     def in_user_namespace(self) -> int:
-        """Start a process in a new user namespace, whose root is uid 100000 outside, and return its pid."""
+        """Start a process in a new user namespace and return its pid. Outside the namespace, its root is uid 100000."""
         made = subprocess.Popen(["unshare", "--user", "sleep", "999"], text=True)
         self.users.append(made)
         own = Path("/proc/self/ns/user").readlink()
@@ -110,7 +110,7 @@ class AttachmentNode:
         return f"{helper.communicate(timeout=LIMIT_S)[0]}{helper.returncode}"
 
     def helper(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start the helper program on the node."""
+        """Start the helper program on the node and return its process."""
         program = [sys.executable, "-c", self.program, str(ROOT), ",".join(map(str, self.pids)), str(self.place)]
         command = joining(self.cgroup_of_helpers, self.on_node(*program, *arguments))
         started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -181,9 +181,7 @@ def test_disk_is_attached_to_and_detached_from_a_running_vm(site: AttachmentNode
 
 
 def test_attachment_helpers_finish_in_time_with_their_requested_cpu(site: AttachmentNode) -> None:
-    """On a node whose CPUs are all busy, a container gets only the CPU time that it requests, so the test limits the
-    helpers to that.
-    """
+    """On a node whose CPUs are all busy, a container gets only the CPU time that it requests."""
     with own_cgroups("helper") as places:
         directory = with_cpu_controller([ours for ours, _ in places])
         site.cgroup_of_helpers = [(directory, directory)]
@@ -208,7 +206,7 @@ def with_cpu_controller(directories: list[Path]) -> Path:
 
 
 def allow_cpu(directory: Path, request: str) -> None:
-    """Limit a cgroup to as much CPU time as a container with this request (``50m``) gets."""
+    """Limit a cgroup to the CPU time that a container gets for this CPU request, such as ``50m``."""
     quota_us, period_us = int(request.removesuffix("m")) * 1000, 1_000_000
     if (directory / "cpu.max").exists():
         (directory / "cpu.max").write_text(f"{quota_us} {period_us}")
@@ -228,7 +226,7 @@ def test_attachment_after_a_killed_helper_does_not_stack_mounts(site: Attachment
     assert site.mounts() == 1
 
 
-@pytest.mark.attack("root in a container of the CPI redirects the mount of a disk")
+@pytest.mark.attack("root in a container that the CPI created redirects a disk mount")
 @pytest.mark.parametrize("planted", ["ln -s ../other/disk-2 {}", "touch {}"])
 def test_attach_does_not_follow_a_link_that_the_vm_put_at_the_disk_directory(
     site: AttachmentNode, planted: str
@@ -247,8 +245,8 @@ def test_attach_does_not_follow_a_link_that_the_vm_put_at_the_disk_directory(
 
 
 def test_disk_is_not_left_mounted_in_a_directory_that_the_vm_moved(site: AttachmentNode) -> None:
-    """The VM moves the mount point's directory away during the mount. The helper must unmount the disk again, because a
-    later detach would look for it at the old path and leave it mounted.
+    """The VM moves the mount point's directory away during the mount. A later detach would look for the disk at the old
+    path and leave it mounted.
     """
     moving = "os.rename(program.sys.argv[-2], program.sys.argv[-2] + '-moved')"
     mount = f"real = program.mount\ndef mount(*args):\n    {moving}\n    real(*args)\nprogram.mount = mount\n"
@@ -276,11 +274,9 @@ def test_detach_does_not_unmount_a_disk_in_use(site: AttachmentNode) -> None:
     assert (site.mounts(), site.in_vm("true")) == (0, "")
 
 
-@pytest.mark.attack("root in a container of the CPI redirects the mount of a disk")
+@pytest.mark.attack("root in a container that the CPI created redirects a disk mount")
 def test_vm_can_write_to_its_disks_but_not_to_their_parent_directory(site: AttachmentNode) -> None:
-    """The directory with the mount points is read-only in the VM. It is on the node's file system, which the VM must
-    not be able to fill.
-    """
+    """The directory with the mount points is on the node's file system, which the VM must not be able to fill."""
     site.attach()
 
     assert "Read-only" in site.in_vm(f"touch {site.seen}/beside 2>&1")
@@ -327,14 +323,12 @@ HIDINGS = {
 }
 
 
-@pytest.mark.attack("root in a container of the CPI keeps using a disk that is reported as detached")
+@pytest.mark.attack("root in a container that the CPI created keeps using a disk that is reported as detached")
 @pytest.mark.parametrize("commands", HIDINGS.values(), ids=HIDINGS.keys())
-def test_disk_kept_mounted_by_root_of_the_vm_is_not_reported_unmounted(
+def test_disk_kept_mounted_by_the_vms_root_user_is_not_reported_as_unmounted(
     site: AttachmentNode, commands: list[str]
 ) -> None:
-    """The VM has mounted the disk at a second path, where it can still write to it. The helper used to check only the
-    mount that it had made itself.
-    """
+    """The VM has mounted the disk at a second path, where it can still write to it."""
     attachment = site.attach()
     for command in commands:
         assert "fail" not in site.in_vm(f"{command.format(site)} || echo fail")
@@ -374,9 +368,9 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.attack("root in a container of the CPI keeps using a disk that is reported as detached")
+@pytest.mark.attack("root in a container that the CPI created keeps using a disk that is reported as detached")
 @pytest.mark.parametrize("way", ["in a thread's namespace", "as a clone in a descriptor", "as a clone for a directory"])
-def test_disk_mounted_outside_all_mount_tables_is_not_reported_unmounted(site: AttachmentNode, way: str) -> None:
+def test_disk_mounted_outside_all_mount_tables_is_not_reported_as_unmounted(site: AttachmentNode, way: str) -> None:
     """The VM keeps a mount of the disk with open_tree or unshare. No mount table shows that mount, but the VM can still
     write to the disk.
     """
@@ -406,9 +400,7 @@ exec unshare -m sh -c 'umount "$0" "${0%/*}/disk-1" && echo ready && exec cat' "
 
 
 def test_open_files_on_other_mounts_of_the_device_do_not_block_a_detach(site: AttachmentNode) -> None:
-    """A disk can be a directory of a larger file system. Files that are open in another directory of that file system
-    must not count as uses of the disk.
-    """
+    """A disk can be a directory in a larger file system."""
     subprocess.run(site.on_node("sh", "-ec", PARTS, str(site.place)), check=True)
     attachment = site.attach()
     site.process("sh", "-c", JAILED, str(site.seen / "log"))
@@ -429,7 +421,7 @@ ctypes.CDLL(None).syscall(60, 0)
 """
 
 
-@pytest.mark.attack("root in a container of the CPI keeps using a disk that is reported as detached")
+@pytest.mark.attack("root in a container that the CPI created keeps using a disk that is reported as detached")
 def test_process_with_an_exited_main_thread_still_belongs_to_the_vm() -> None:
     """With cgroup v1, an exited main thread belongs to no cgroup, so the helper must look at the process's other
     threads.
@@ -451,15 +443,15 @@ def test_process_with_an_exited_main_thread_still_belongs_to_the_vm() -> None:
 
 
 def until_zombie(pid: int) -> None:
-    """Wait until the main thread of a process has exited."""
+    """Wait until a process's main thread has exited."""
     deadline = time.monotonic() + LIMIT_S
     while attachment_program.start_of(pid):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def test_failed_detach_of_a_bound_disk_never_hides_its_files(site: AttachmentNode) -> None:
-    """The helper must not unmount the disk and mount it again after a failure, because in between processes of the VM
+def test_failed_detach_of_a_bind_mounted_disk_never_hides_its_files(site: AttachmentNode) -> None:
+    """The helper must not unmount the disk and mount it again after a failure, because in between processes in the VM
     would see an empty directory.
     """
 
@@ -476,7 +468,7 @@ def test_failed_detach_of_a_bound_disk_never_hides_its_files(site: AttachmentNod
     assert numbers() == before
 
 
-@pytest.mark.attack("root in a container of the CPI keeps using a disk that is reported as detached")
+@pytest.mark.attack("root in a container that the CPI created keeps using a disk that is reported as detached")
 def test_renamed_disk_directory_does_not_block_a_detach(site: AttachmentNode) -> None:
     attachment = site.attach()
     moved = "mount -o remount,bind,rw {0.seen} && umount {0.seen}/disk-1 && mv {0.seen}/disk-1 {0.seen}/other"
@@ -488,10 +480,7 @@ def test_renamed_disk_directory_does_not_block_a_detach(site: AttachmentNode) ->
 
 
 def test_empty_directories_of_deleted_vms_are_removed_later(site: AttachmentNode, tmp_path: Path) -> None:
-    """The kubelet creates a directory for each VM that can have disks attached while it runs.
-
-    Helpers later remove those of the directories that are empty and no longer used.
-    """
+    """The kubelet creates a directory for each VM that can have disks attached while it runs."""
     for name in ("gone", "full"):
         subprocess.run(site.on_node("mkdir", "-p", f"{site.place}/bosh/{name}"), check=True)
     subprocess.run(site.on_node("touch", f"{site.place}/bosh/full/file"), check=True)
@@ -507,7 +496,7 @@ def test_empty_directories_of_deleted_vms_are_removed_later(site: AttachmentNode
 def test_mount_table_shared_by_many_processes_is_read_once(
     site: AttachmentNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading the table for each process would take six seconds on a node with sixteen thousand mounts and a job of a
+    """Reading the table for each process would take six seconds on a node with sixteen thousand mounts and a job with a
     hundred processes.
     """
     crowd = [site.process("sh", "-c", "echo ready; exec sleep 999") for _ in range(5)]
@@ -541,8 +530,8 @@ print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
 
 @pytest.mark.parametrize("whose", ["neighbour", "vm"])
 def test_attach_helper_needs_little_memory_for_a_large_mount_table(site: AttachmentNode, whose: str) -> None:
-    """An unprivileged process can create very many mounts in a user namespace. If a helper's memory grew with the
-    number of mounts, every helper on the node would exceed its memory limit.
+    """An unprivileged process can create very many mounts in a user namespace. If a helper's memory grew with their
+    number, every helper on the node would exceed its memory limit.
     """
     site.program = PROGRAM.replace("program.main(sys.argv[4:])", MEASURED)
     subprocess.run(site.on_node("mkdir", f"{site.place}/bosh/gone"), check=True)
@@ -579,8 +568,8 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("state", ["mounted", "unmounted lazily"])
 def test_hanging_file_system_does_not_delay_a_detach(site: AttachmentNode, state: str) -> None:
-    """The helper must not call stat(2) on a file that a job has open. The call would wait for the file system, and
-    could not be interrupted.
+    """The helper must not call stat(2) on a file that a job has open, because the call would wait for the file system
+    and could not be interrupted.
     """
     attachment = site.attach()
     site.process(sys.executable, "-c", UNANSWERED, str(site.spare), state)
@@ -600,7 +589,7 @@ def test_disk_directory_of_a_deleted_vm_is_removed(site: AttachmentNode) -> None
     assert left.stdout == ""
 
 
-def test_disk_is_usable_in_the_user_namespace_of_the_vm(tmp_path: Path) -> None:
+def test_disk_is_writable_in_the_vms_user_namespace(tmp_path: Path) -> None:
     """Without an idmapped mount, root's files would belong to uid 65534 in the VM, and the VM could not write."""
     site = AttachmentNode(tmp_path, userns=True)
     try:
@@ -614,9 +603,10 @@ def test_disk_is_usable_in_the_user_namespace_of_the_vm(tmp_path: Path) -> None:
         site.close()
 
 
-@pytest.mark.attack("root in a container of the CPI poses as another VM with a user namespace or a name")
+@pytest.mark.attack(
+    "root in a container that the CPI created interferes with a mount through its user namespace or process name"
+)
 def test_attachment_tolerates_process_names_that_are_not_valid_text(tmp_path: Path) -> None:
-    """A single process with such a name used to prevent attaching disks to its VM and restarting the VM."""
     site = AttachmentNode(tmp_path, userns=True)
     try:
         job = site.process("perl", "-e", '$| = 1; $0 = "\\xff"; print "ready\\n"; sleep 600')
@@ -628,10 +618,12 @@ def test_attachment_tolerates_process_names_that_are_not_valid_text(tmp_path: Pa
         site.close()
 
 
-@pytest.mark.attack("root in a container of the CPI poses as another VM with a user namespace or a name")
+@pytest.mark.attack(
+    "root in a container that the CPI created interferes with a mount through its user namespace or process name"
+)
 def test_disk_is_not_mounted_with_the_ids_of_a_jobs_user_namespace(site: AttachmentNode) -> None:
-    """A job in the VM may have created a user namespace. The disk must nevertheless be mounted with the ids of the VM's
-    namespace, because otherwise its files would not belong to root in the VM and the VM could not write to them.
+    """The disk must be mounted with the ids of the VM's namespace, because otherwise its files would not belong to root
+    in the VM.
     """
     job = site.in_user_namespace()
     # The two processes must have different start times, which are measured in clock ticks.
@@ -644,7 +636,7 @@ def test_disk_is_not_mounted_with_the_ids_of_a_jobs_user_namespace(site: Attachm
     assert site.in_vm(f"stat -c %u {site.seen}/disk-1/file") == "0"
 
 
-def test_init_of_a_jobs_pid_namespace_is_not_mistaken_for_pid_1_of_the_container() -> None:
+def test_init_in_a_jobs_pid_namespace_is_not_mistaken_for_the_containers_pid_1() -> None:
     """On a reboot, only the container's PID 1 must get signals, so that the agent can stop the jobs in order."""
     nested = "unshare --pid --fork --kill-child sleep 999 & exec sleep 999"
     container = subprocess.Popen(["unshare", "--pid", "--fork", "--kill-child", "sh", "-c", nested])
@@ -659,8 +651,7 @@ def test_init_of_a_jobs_pid_namespace_is_not_mistaken_for_pid_1_of_the_container
 
 
 @pytest.mark.parametrize("heeds", [True, False])
-def test_reboot_helper_stops_pid_1_of_the_container(site: AttachmentNode, heeds: bool) -> None:
-    """PID 1 must get SIGTERM, then SIGKILL if it is still running after the grace period."""
+def test_reboot_helper_stops_the_containers_pid_1(site: AttachmentNode, heeds: bool) -> None:
     script = ("trap 'exit 7' TERM; " if heeds else "") + "echo; sleep 999 & wait"
     container = subprocess.Popen(
         ["unshare", "--pid", "--fork", "--kill-child", "sh", "-c", script], stdout=-1, stderr=subprocess.DEVNULL
@@ -677,7 +668,7 @@ def test_reboot_helper_stops_pid_1_of_the_container(site: AttachmentNode, heeds:
 
 
 def inits_below(pid: int) -> list[int]:
-    """Return the descendants of a process that are PID 1 of a namespace, outermost first."""
+    """Return the descendants of a process that are PID 1 in a namespace, outermost first."""
     found = []
     for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
         status = dict(line.split(":", 1) for line in Path(f"/proc/{child}/status").read_text().splitlines())

@@ -1,6 +1,7 @@
-"""A persistent disk under each supported CPI: attached, mounted, resized, detached, and moved to another instance.
+"""Tests a persistent disk under each supported CPI: attached, mounted, resized, detached, and moved to another
+instance.
 
-A real agent runs in real containers, which the CPI restarts or recreates between any two requests of the Director.
+A real agent runs in real containers, which the CPI restarts or recreates between any two of the Director's requests.
 After each request and each restart, ``list_disk`` must be correct and no file may have changed.
 """
 
@@ -53,8 +54,7 @@ class CpiInstance:
         """Return True if jobs can enter the store. They cannot if the store is a link into a directory that denies them
         access.
 
-        This happens under SAP's CPI if the container may not mount, because of the path at which that CPI attaches
-        disks.
+        SAP's CPI attaches disks in such a directory, so this happens under that CPI if the container may not mount.
         """
         return not (self.pod.prefix and self.cpi.place.startswith(cpis.BOSH))
 
@@ -188,12 +188,9 @@ async def write_to_store(one: CpiInstance, cid: str, *, as_root: bool) -> None:
 
 @EACH_WAY
 @pytest.mark.parametrize("cpi", ALL, ids=str)
-async def test_disk_moves_to_a_recreated_vm_with_its_content(
+async def test_disk_and_its_content_move_to_a_recreated_vm(
     tmp_path: Path, cpi: CpiTraits, prefix: tuple[str, ...]
 ) -> None:
-    """The Director creates a VM, and attaches and mounts the disk. It then unmounts and detaches the disk, and does the
-    same with a new VM.
-    """
     async with site(tmp_path, cpi, prefix) as one:
         await one.create_vm("first")
         await one.attach_and_mount("disk-1")
@@ -210,13 +207,9 @@ async def test_disk_moves_to_a_recreated_vm_with_its_content(
 
 @EACH_WAY
 @pytest.mark.parametrize("cpi", WITH_TWO_DISKS, ids=str)
-async def test_disk_resize_survives_a_new_container_between_its_steps(
+async def test_disk_resize_survives_container_recreation_between_its_steps(
     tmp_path: Path, cpi: CpiTraits, prefix: tuple[str, ...]
 ) -> None:
-    """The Director attaches a second disk, migrates the first to it and detaches the first.
-
-    The container is replaced after each of the requests.
-    """
     async with site(tmp_path, cpi, prefix) as one:
         await one.create_vm("first")
         await one.attach_and_mount("disk-1")
@@ -237,9 +230,6 @@ async def test_disk_resize_survives_a_new_container_between_its_steps(
 
 @EACH_WAY
 async def test_disk_migration_continues_after_the_container_was_killed(tmp_path: Path, prefix: tuple[str, ...]) -> None:
-    """After the kill, the old disk must be on the store and complete. When the Director tries again, the migration must
-    complete.
-    """
     async with site(tmp_path, cpis.DOCKER, prefix) as one:
         await one.create_vm("first")
         await one.attach_and_mount("disk-1")
@@ -260,8 +250,8 @@ async def test_disk_migration_continues_after_the_container_was_killed(tmp_path:
 
 @EACH_WAY
 async def test_volume_mounted_on_the_store_by_a_manifest_is_used(tmp_path: Path, prefix: tuple[str, ...]) -> None:
-    """The disk belongs to a StatefulSet, so no CPI attaches it. The agent must mount it again when the container
-    has been restarted or recreated, but not after the Director has unmounted it.
+    """The disk belongs to a StatefulSet, so no CPI attaches it. After the Director has unmounted it, the agent must not
+    mount it again.
     """
     async with site(tmp_path, cpis.STATEFUL_SET, prefix) as one:
         one.pod.attach("disk-1")
@@ -283,11 +273,9 @@ async def test_volume_mounted_on_the_store_by_a_manifest_is_used(tmp_path: Path,
 
 
 async def test_host_names_resolve_after_warden_unmounted_the_hosts_file(tmp_path: Path) -> None:
-    """The last step by which Warden starts a container is to unmount /etc/hosts, which uncovers the image's own file.
-    By then the agent is already running.
+    """Warden unmounts /etc/hosts after the agent has started, which uncovers the image's own file.
 
-    The agent must add the host name and localhost to the uncovered file, because sudo and compilations look up both
-    names.
+    The agent must add the host name and localhost to that file, because sudo and compilations look up both names.
     """
     async with made(tmp_path, cpis.WARDEN_WITH_SYSTEMD) as pod:
         await pod.start()

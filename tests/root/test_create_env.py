@@ -1,6 +1,7 @@
-"""The requests that ``bosh create-env`` and ``delete-env`` send for a VM with a disk, to an agent that runs as root.
+"""Tests the requests that ``bosh create-env`` and ``delete-env`` send for a VM with a disk, to an agent that runs as
+root.
 
-``integration/test_create_env.py`` tests jobs and packages. The order of the requests is that of the bosh CLI
+``integration/test_create_env.py`` tests jobs and packages. The requests are in the same order as the bosh CLI's
 (``deployment/disk/manager.go``, ``deployment/vm/vm.go``).
 """
 
@@ -87,10 +88,7 @@ async def attach(cli: AgentClient, cid: str) -> None:
     assert await cli.run("mount_disk", cid) == {}
 
 
-async def test_create_env_resizes_a_disk_and_delete_env_removes_all(env: VmWithVolumes) -> None:
-    """create-env attaches a disk and deploys a job that writes to the disk. A second create-env moves the data to a
-    larger disk, and delete-env unmounts that disk.
-    """
+async def test_create_env_resizes_a_disk_and_delete_env_removes_it(env: VmWithVolumes) -> None:
     cli = env.cli
     await attach(cli, "disk-1")
     await cli.run("apply", EMPTY)

@@ -1,5 +1,5 @@
-"""Known faults of the Go agent or monit in containers. Each docstring describes a fault, and the test checks that this
-agent does not have it. The agent runs in a container with real mounts.
+"""Tests that this agent does not share the faults that the Go agent and monit are known to have in containers. The
+docstrings describe the faults. The agent runs in a container with real mounts.
 
 The last test is not about a fault: it checks that the agent executes actions in the same order as monit.
 """
@@ -24,7 +24,7 @@ MONIT = f"{sys.executable} -m agent_shim.cli.monit"
 
 
 async def with_disks(pod: PodInstance, *cids: str) -> None:
-    """Start a container and mount these disks one after the other. The first disk gets a file that contains its
+    """Start a container and mount these disks one after the other. The first disk gets a file that contains the disk's
     name.
     """
     for cid in cids:
@@ -48,10 +48,8 @@ def managed(pod: PodInstance) -> str:
     return path.read_text() if path.exists() else ""
 
 
-async def test_second_mount_of_a_disk_does_not_use_the_migration_target(pod: PodInstance) -> None:
-    """If the Go agent gets mount_disk twice for the same disk, it also mounts the disk on the migration target. This
-    agent must not do that.
-    """
+async def test_mounting_a_disk_twice_does_not_use_the_migration_target(pod: PodInstance) -> None:
+    """If the Go agent gets mount_disk twice for the same disk, it also mounts the disk on the migration target."""
     await with_disks(pod, "disk-1")
 
     await pod.run("mount_disk", "disk-1")
@@ -60,10 +58,8 @@ async def test_second_mount_of_a_disk_does_not_use_the_migration_target(pod: Pod
     assert await pod.run("list_disk") == ["disk-1"]
 
 
-async def test_mounting_a_second_disk_keeps_the_first_as_the_managed_one(pod: PodInstance) -> None:
-    """The Go agent records a second disk as the managed disk as soon as it is mounted, before anything is copied to it.
-    This agent must keep the first disk on the store, even after a restart.
-    """
+async def test_mounting_a_second_disk_keeps_the_first_as_the_managed_disk(pod: PodInstance) -> None:
+    """The Go agent records a second disk as the managed disk when it is mounted, before anything is copied to it."""
     await with_disks(pod, "disk-1", "disk-2")
 
     assert mounts(pod) == {"store": "disk-1", "store_migration_target": "disk-2"}
@@ -73,9 +69,7 @@ async def test_mounting_a_second_disk_keeps_the_first_as_the_managed_one(pod: Po
 
 
 async def test_migrate_disk_mounts_the_new_disk_on_the_store(pod: PodInstance) -> None:
-    """The Go agent fails in the last step of a migration, and afterwards neither disk is mounted. This agent must mount
-    the new disk with the files of the old one.
-    """
+    """The Go agent fails in the last step of a migration, and afterwards neither disk is mounted."""
     await with_disks(pod, "disk-1", "disk-2")
 
     await pod.run("migrate_disk", "disk-1", "disk-2")
@@ -88,8 +82,7 @@ async def test_migrate_disk_mounts_the_new_disk_on_the_store(pod: PodInstance) -
 
 async def test_unmount_disk_unmounts_the_store_and_forgets_the_disk(pod: PodInstance) -> None:
     """The Go agent unmounts the volume that the container runtime has mounted, but the store stays mounted and the disk
-    stays recorded. This agent must unmount the store and forget the disk, but must leave the container runtime's mount
-    alone.
+    stays recorded.
     """
     await with_disks(pod, "disk-1")
 
@@ -102,8 +95,8 @@ async def test_unmount_disk_unmounts_the_store_and_forgets_the_disk(pod: PodInst
 
 
 async def test_disk_is_mounted_and_listed_after_a_restart(pod: PodInstance) -> None:
-    """After a restart, the Go agent lists the disk but does not mount it, so the store is an empty directory of the
-    container. This agent must mount the disk.
+    """After a restart, the Go agent lists the disk but does not mount it, so the store is an empty directory in the
+    container.
     """
     await with_disks(pod, "disk-1")
 
@@ -115,7 +108,7 @@ async def test_disk_is_mounted_and_listed_after_a_restart(pod: PodInstance) -> N
 
 async def test_agent_boots_after_its_disk_was_removed(pod: PodInstance) -> None:
     """The Go agent never clears the file that names the mounted disk, so it fails at each boot once the disk has been
-    removed. This agent must boot.
+    removed.
     """
     pod.keeps_root = True
     await with_disks(pod, "disk-1")
@@ -129,8 +122,8 @@ async def test_agent_boots_after_its_disk_was_removed(pod: PodInstance) -> None:
 
 
 async def test_sync_dns_writes_to_a_mounted_hosts_file(pod: PodInstance) -> None:
-    """/etc/hosts is a mount of the kubelet. The Go agent fails when it tries to rename a new file to that path (EBUSY),
-    so bosh-dns never sees new records. This agent must write into the mounted file instead.
+    """The kubelet mounts /etc/hosts. The Go agent fails when it tries to rename a new file to that path (EBUSY),
+    so bosh-dns never sees new records.
     """
     pod.start_container()
     line = f"10.1.2.3\t{socket.gethostname()}"
@@ -150,7 +143,7 @@ async def test_sync_dns_writes_to_a_mounted_hosts_file(pod: PodInstance) -> None
 
 async def test_uptimes_are_not_negative_under_lxcfs(pod: PodInstance) -> None:
     """lxcfs makes /proc/uptime show the container's uptime, while process start times are relative to the host's boot.
-    monit subtracts one from the other and reports negative uptimes. This agent must not do so.
+    monit subtracts one from the other and reports negative uptimes.
     """
     pod.start_container()
     (pod.machine.root / "mnt/uptime").write_text("0.50 0.50\n")
@@ -186,11 +179,8 @@ async def summary(pod: PodInstance, words: str) -> None:
 
 
 async def test_monit_start_during_a_pending_stop_is_executed_afterwards(pod: PodInstance) -> None:
-    """After ``monit stop``, the stop is pending until the stop program has exited. The service is not monitored during
-    that time.
-
-    If the operator runs ``monit start`` in the meantime, monit starts the service after the stop. The agent must do the
-    same.
+    """After ``monit stop``, the stop is pending until the stop program has exited. If the operator runs ``monit start``
+    in the meantime, monit starts the service after the stop.
     """
     files = {**jobs.sleeper(Paths(), "web"), "bin/ctl": SLOW_TO_STOP}
     await pod.start()

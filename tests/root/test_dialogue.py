@@ -1,4 +1,6 @@
-"""An agent that runs as root on its own machine answers all requests that a Director sends to create an instance."""
+"""Tests that an agent that runs as root on its own machine answers all requests that a Director sends to create an
+instance.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def full_spec(fleet: Fleet) -> dict[str, Any]:
     return jobs.spec(fleet.blobs(AGENT), {"web": web}, {"tool": {"bin/tool": "x"}}, networks={"default": DYNAMIC})
 
 
-async def test_agent_answers_all_requests_of_an_instance_creation(fleet: Fleet, machine: Machine) -> None:
+async def test_agent_answers_all_requests_that_create_an_instance(fleet: Fleet, machine: Machine) -> None:
     director, wanted = fleet.director, full_spec(fleet)
 
     async def run(method: str, *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Copies between disks whose file systems differ in what they can store: ACLs, extended attributes, holes."""
+"""Tests copies between disks whose file systems differ in what they can store: ACLs, extended attributes, holes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def mount_fuse(point: Path) -> Path:
 
 
 def without(lost: tuple[str, ...], tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a fingerprint without extended attributes whose names begin with one of ``lost``.
+    """Return a fingerprint without the extended attributes whose names begin with one of ``lost``.
 
     Times are rounded to seconds, because ``fuse2fs`` stores them that way.
     """
@@ -73,7 +73,6 @@ def without(lost: tuple[str, ...], tree: dict[str, Any]) -> dict[str, Any]:
 def test_disk_copy_keeps_what_the_target_can_store_and_reports_the_rest(
     tmp_path: Path, make: Callable[[Path], Path], lost: tuple[str, ...], kinds: list[str]
 ) -> None:
-    """The copy must lack only what the target cannot store. Copying it to a second ext4 disk must lose nothing more."""
     source = mount_ext4(tmp_path / "source", tmp_path / "source.image")
     fill(source, as_root=True)
     odd = Path(os.fsdecode(os.fsencode(source) + b"/new\nline \xff"))
@@ -125,9 +124,7 @@ def test_disk_copy_fails_if_the_disk_is_too_full_for_an_attribute(tmp_path: Path
 
 @alone
 def test_disk_copy_reports_files_whose_attributes_cannot_be_listed(tmp_path: Path) -> None:
-    """The kernel returns at most 64 KiB of attribute names, but a file on tmpfs can have more. Such a file must be
-    copied without its attributes.
-    """
+    """The kernel returns at most 64 KiB of attribute names, but a file on tmpfs can have more."""
     source, target = mount_tmpfs(tmp_path / "source"), mount_tmpfs(tmp_path / "target")
     (source / "file").write_text("x")
     for number in range(400):
@@ -140,7 +137,7 @@ def test_disk_copy_reports_files_whose_attributes_cannot_be_listed(tmp_path: Pat
 
 
 @alone
-def test_disk_copy_does_not_inherit_default_acls_of_the_target(tmp_path: Path) -> None:
+def test_disk_copy_does_not_inherit_the_targets_default_acls(tmp_path: Path) -> None:
     source, target = mount_tmpfs(tmp_path / "source"), mount_tmpfs(tmp_path / "target")
     fill(source, as_root=True)
     os.setxattr(target, "system.posix_acl_default", ACL)

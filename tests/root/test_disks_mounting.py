@@ -1,5 +1,5 @@
-"""Persistent disks on real volumes, which are bind-mounted, linked if the agent has no capabilities, or mounted by a
-manifest.
+"""Tests persistent disks on real volumes, which are bind-mounted, linked if the agent has no capabilities, or mounted
+by a manifest.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def overlay(point: Path) -> None:
 
 
 def subpath(point: Path) -> None:
-    """Mount a directory of a larger volume, as Kubernetes does for a subPath."""
+    """Mount a directory in a larger volume, as Kubernetes does for a subPath."""
     inside = mount_tmpfs(point.with_suffix(".whole")) / "instance-0"
     inside.mkdir()
     point.mkdir()
@@ -169,15 +169,13 @@ async def test_disk_resize_works_as_an_ordinary_user(tmp_path: Path) -> None:
 # --- bind mounts ------------------------------------------------------------------------------------------------------
 
 
-def test_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None:
-    """The provisioner may have created the volume with a mode that denies access to the users of jobs, so the agent
-    must change the mode.
-
-    It must do so only once, so that a job can restrict the mode later.
+def test_new_volume_gets_the_same_mode_as_a_new_file_system(tmp_path: Path) -> None:
+    """The provisioner may have created the volume with a mode that denies access to the jobs' users. The agent
+    changes the mode only once, so that a job can restrict it later.
     """
     volume = tmp_path / "volume"
     volume.mkdir(mode=0o750)
-    (volume / markers.DIRECTORY).mkdir(mode=0o700)  # The lease creates the directory before the marker is written.
+    (volume / markers.DIRECTORY).mkdir(mode=0o700)  # Taking the lease has created the directory.
     markers.write(volume, Marker("a"))
     assert stat.S_IMODE(volume.stat().st_mode) == 0o755
 
@@ -186,10 +184,12 @@ def test_new_volume_gets_the_mode_of_a_new_file_system(tmp_path: Path) -> None:
     assert stat.S_IMODE(volume.stat().st_mode) == 0o700
 
 
-@pytest.mark.attack("a request names a directory that is not a disk")
+@pytest.mark.attack("a request refers to a directory that is not a disk")
 @by("mounts")
 async def test_plain_directory_is_not_accepted_as_a_volume(instance: InstanceWithVolumes) -> None:
-    """A directory of the container is rejected, because files in it would be lost with the container."""
+    """A directory in the container's own file system is rejected, because files in it would be lost with the
+    container.
+    """
     place = Path("/usr/share")
     instance.persistent["a"] = str(place)
 
@@ -209,7 +209,7 @@ def of_the_node(scratch: Path, *, bind: bool) -> tuple[InstanceWithVolumes, Path
     return instance, on_node
 
 
-@pytest.mark.attack("a request names a directory that is not a disk")
+@pytest.mark.attack("a request refers to a directory that is not a disk")
 @pytest.mark.parametrize("bind", [True, False])
 @alone
 async def test_plain_directory_below_a_mount_is_not_accepted_as_a_volume(tmp_path: Path, bind: bool) -> None:
@@ -254,7 +254,6 @@ async def test_disk_whose_mount_disappeared_is_reported_as_missing(tmp_path: Pat
 
 @alone
 async def test_disk_links_point_only_to_mounted_directories(tmp_path: Path) -> None:
-    """Dynamic and named disks must get their links only once something is mounted at the target."""
     instance, on_node = of_the_node(tmp_path, bind=True)
     instance.paths.dynamic_disks.mkdir()
     wanted = [DiskAssociation(cid="a", name="data")]
@@ -307,7 +306,7 @@ async def test_disk_is_read_only_while_it_is_migrated(instance: InstanceWithVolu
 
 
 @by("mounts")
-async def test_unmount_names_a_process_that_uses_a_bound_disk(instance: InstanceWithVolumes) -> None:
+async def test_unmount_names_a_process_that_uses_a_bind_mounted_disk(instance: InstanceWithVolumes) -> None:
     await instance.mount("a")
     mount_tmpfs(instance.paths.store / "nested")
 
@@ -336,7 +335,7 @@ def manifest(instance: InstanceWithVolumes) -> None:
 
 
 @by("mounts")
-async def test_disk_without_a_hint_is_the_volume_mounted_on_the_store(instance: InstanceWithVolumes) -> None:
+async def test_volume_mounted_on_the_store_is_used_for_a_disk_without_a_hint(instance: InstanceWithVolumes) -> None:
     instance.attach("a")
     manifest(instance)
     instance.persistent["a"] = None
@@ -390,10 +389,8 @@ async def test_interrupted_disk_swap_over_a_manifest_mount_is_completed(instance
 @pytest.mark.parametrize("read_only", [False, True])
 @alone
 async def test_volume_also_mounted_by_the_manifest_is_reported_as_unmounted(tmp_path: Path, read_only: bool) -> None:
-    """The manifest mounts the volume both at the store and at the path in the disk's hint, and the container may not
-    unmount it.
-
-    The agent must record in the disk's marker that the Director has unmounted the disk.
+    """The container may not unmount what the manifest has mounted, so the agent must record in the disk's marker that
+    the Director has unmounted the disk.
     """
     instance = InstanceWithVolumes(tmp_path, bind=False)
     instance.attach("a", mount_tmpfs)
@@ -421,10 +418,8 @@ async def test_volume_also_mounted_by_the_manifest_is_reported_as_unmounted(tmp_
 @pytest.mark.attack("a job breaks a disk migration by creating a path or timestamp that cannot be copied")
 @pytest.mark.parametrize("seconds", [-(2**40), 2**33])
 @alone
-def test_migration_tolerates_times_that_the_new_disk_cannot_store(tmp_path: Path, seconds: int) -> None:
-    """A job can give a file any time, but ext4 with small inodes can store times only up to 2038. The copy must not
-    fail because of that.
-    """
+def test_migration_tolerates_timestamps_that_the_new_disk_cannot_store(tmp_path: Path, seconds: int) -> None:
+    """A job can give a file any time, but ext4 with small inodes can store times only up to 2038."""
     source = mount_tmpfs(tmp_path / "source")
     target = mount_ext4(tmp_path / "target", tmp_path / "image", 16 << 20, "-I", "128")
     (source / "odd").write_text("text")

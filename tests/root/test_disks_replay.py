@@ -1,4 +1,4 @@
-"""Replays a Director's disk requests for a recreated VM and for a resize, which were recorded with the Go agent. This
+"""Replays a Director's disk requests, recorded with the Go agent, for a recreated VM and for a resize. This
 agent must give the same replies.
 """
 
@@ -34,7 +34,7 @@ def attach(point: Path) -> None:
 
 
 async def ask(instance: InstanceWithVolumes, step: RecordedRequest) -> Any:
-    """Run the action of a recorded request with its arguments. Disk hints are replaced with volumes of this test."""
+    """Run a recorded request's action with the recorded arguments. Disk hints are replaced with this test's volumes."""
     volumes = instance.scratch / "volumes of others"
     arguments = json.loads(json.dumps(step.arguments).replace('"/dev/', f'"{volumes}/'))
     action = ACTIONS[step.method]

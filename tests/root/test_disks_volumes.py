@@ -1,5 +1,5 @@
-"""Volumes that are bind-mounted or linked at a second path. The tests use a private mount namespace, so other processes
-do not see the mounts.
+"""Tests volumes that are bind-mounted or linked at a second path. The tests use a private mount namespace, so other
+processes do not see the mounts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def overlay(scratch: Path) -> Path:
 
 
 def subpath(scratch: Path) -> Path:
-    """Bind-mount a directory of a volume, as Kubernetes does for a subPath."""
+    """Bind-mount a directory in a volume, as Kubernetes does for a subPath."""
     inside = mount_tmpfs(scratch / "whole") / "instance-0"
     inside.mkdir()
     (scratch / "volume").mkdir()
@@ -97,7 +97,7 @@ def test_root_without_capabilities_cannot_bind_mount(tmp_path: Path) -> None:
 
 @alone
 def test_image_directory_is_replaced_by_a_volume_link(tmp_path: Path) -> None:
-    """On overlayfs, a directory of an image layer cannot be renamed (EXDEV), so it must be removed instead."""
+    """On overlayfs, a directory in an image layer cannot be renamed (EXDEV), so it must be removed instead."""
     layers = mount_tmpfs(tmp_path / "layers")
     (layers / "lower/vcap/store").mkdir(parents=True)
     root = mount_overlay(tmp_path / "root", layers)
@@ -124,7 +124,7 @@ def test_volume_link_through_an_inaccessible_directory_is_reported(
 
 
 @alone
-def test_foreign_mount_is_not_replaced_by_a_volume_link(tmp_path: Path) -> None:
+def test_unrelated_mount_is_not_replaced_by_a_volume_link(tmp_path: Path) -> None:
     volume, place = mount_tmpfs(tmp_path / "volume"), mount_tmpfs(tmp_path / "store")
 
     with pytest.raises(HostError, match="something else is mounted there"):
@@ -150,7 +150,7 @@ def options_of(place: Path) -> set[str]:
 
 
 @alone
-def test_mount_options_of_a_volume_are_kept_and_extended(tmp_path: Path) -> None:
+def test_volume_mount_options_are_kept_and_extended(tmp_path: Path) -> None:
     volume, place = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
     subprocess.run(["mount", "-o", "remount,bind,nosuid,nodev", str(volume)], check=True)
     volumes.show(volume, place, bind=True)
@@ -206,19 +206,15 @@ def test_processes_that_keep_a_mount_busy_are_named(tmp_path: Path, how: str, te
 
 @alone
 def test_mount_holders_do_not_include_the_agent_itself(tmp_path: Path) -> None:
-    """While the agent copies files of a volume, it has them open itself. It must not report itself as a process that
-    keeps the volume busy.
-    """
+    """While the agent copies a volume's files, it has them open itself."""
     volume = mount_tmpfs(tmp_path / "volume")
     with (volume / "file").open("w"):
         assert volumes.holders([volume]) == []
 
 
 @alone
-def test_mount_holders_exclude_users_of_the_same_path_on_another_device(tmp_path: Path) -> None:
-    """In the host's PID namespace, the agent sees processes of other pods that use the same path for another disk. They
-    must not count as users of this disk.
-    """
+def test_mount_holders_exclude_processes_that_use_the_same_path_on_another_device(tmp_path: Path) -> None:
+    """In the host's PID namespace, the agent sees other pods' processes that use the same path for another disk."""
     volume, store = mount_tmpfs(tmp_path / "volume"), tmp_path / "store"
     other = mount_tmpfs(tmp_path / "other")
     (other / "file").write_text("x")
@@ -252,8 +248,6 @@ def test_loop_device_that_keeps_a_mount_busy_is_named(tmp_path: Path) -> None:
 def test_loop_device_with_an_undecodable_name_is_tolerated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop device's backing file can have a name that is not valid UTF-8, and every container sees all loop devices
     of its node.
-
-    A single loop device with such a name used to prevent every unmount.
     """
     shown = tmp_path / "block/loop0/loop/backing_file"
     shown.parent.mkdir(parents=True)
@@ -266,7 +260,7 @@ def test_loop_device_with_an_undecodable_name_is_tolerated(tmp_path: Path, monke
 
 
 @alone
-def test_deep_directory_tree_of_an_image_layer_is_removed(tmp_path: Path) -> None:
+def test_deep_directory_tree_in_an_image_layer_is_removed(tmp_path: Path) -> None:
     """On overlayfs, a tree from an image layer cannot be renamed before it is removed (EXDEV), so it must be removed in
     place. A job can nest thousands of directories in it.
     """

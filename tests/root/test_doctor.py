@@ -1,4 +1,4 @@
-"""What the doctor reports in containers with all, some and no privileges."""
+"""Tests what the doctor reports in containers with all, some and no privileges."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_doctor_reports_that_root_without_capabilities_cannot_run_jobs(box: Mach
     assert verdict(report, "capabilities")[0] == "wrong"
 
 
-def test_doctor_reports_missing_write_access_of_vcap(box: Machine) -> None:
+def test_doctor_reports_that_vcap_lacks_write_access(box: Machine) -> None:
     box.run("install -d -o root -m 755 /var/vcap/data")
 
     report = examined(box, "setpriv", "--reuid=vcap", "--regid=vcap", "--clear-groups", "--no-new-privs")
@@ -89,9 +89,7 @@ def test_doctor_reports_missing_write_access_of_vcap(box: Machine) -> None:
 
 @pytest.mark.attack("a job listens on the port for metrics or sshd")
 def test_doctor_reports_another_process_on_the_agents_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If another process has the metrics port, the agent runs without it. The doctor used to mistake that process for
-    the agent.
-    """
+    """If another process uses the port for metrics and probes, the agent runs without its HTTP server."""
     thief = subprocess.Popen(
         ["setpriv", "--reuid=65534", "--clear-groups", sys.executable, "-c", THIEF], stdin=PIPE, stdout=PIPE, text=True
     )

@@ -1,5 +1,5 @@
-"""Packet filter rules that keep jobs, but no other process, from connecting to the message bus. Each pod has its own
-network.
+"""Tests packet filter rules that keep jobs, but no other process, from connecting to the message bus. Each pod has its
+own network.
 """
 
 from __future__ import annotations
@@ -111,7 +111,6 @@ async def pod(tmp_path: Path) -> AsyncIterator[Netted]:
 
 @pytest.mark.attack("a job connects to the bus")
 async def test_packet_filter_blocks_jobs_from_the_bus_but_not_root(pod: Netted) -> None:
-    """The agent's own connection must not be interrupted when the rules are installed."""
     pod.start_container()
     assert pod.may_connect(VCAP)
 
@@ -142,9 +141,6 @@ async def test_boot_and_doctor_cause_no_errors_in_the_bus_servers_log(pod: Nette
 
 @pytest.mark.attack("root in a container removes the packet filter rules")
 async def test_packet_filter_rules_are_restored_and_outlive_the_agent(pod: Netted) -> None:
-    """If root in the container deletes the rules, the agent must restore them when it reconnects to the bus, or within
-    a minute if it stays connected.
-    """
     await pod.start()
     await pod.firewall(enforced=True)
     pod.machine.run("nft delete table inet agent_shim")
@@ -159,7 +155,6 @@ async def test_packet_filter_rules_are_restored_and_outlive_the_agent(pod: Nette
 
 
 async def test_handback_removes_only_the_agents_packet_filter_rules(pod: Netted) -> None:
-    """The agent removes only its own table, not the Go agent's."""
     await pod.start()
     await pod.firewall(enforced=True)
     pod.machine.run("nft add table inet bosh_agent")
@@ -172,7 +167,6 @@ async def test_handback_removes_only_the_agents_packet_filter_rules(pod: Netted)
 
 
 async def test_disabled_packet_filter_has_no_rules(pod: Netted) -> None:
-    """Operators who have their own rules can switch the packet filter off."""
     pod.shim = {"firewall": False}
     await pod.start()
 
@@ -181,7 +175,7 @@ async def test_disabled_packet_filter_has_no_rules(pod: Netted) -> None:
 
 
 async def test_agent_without_packet_filter_privilege_reports_it_and_continues(pod: Netted) -> None:
-    """Most pods lack CAP_NET_ADMIN. The agent must then work without rules, and its status must say why."""
+    """Most pods lack CAP_NET_ADMIN."""
     pod.prefix = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-all"]
     await pod.start()
 
@@ -193,9 +187,7 @@ async def test_agent_without_packet_filter_privilege_reports_it_and_continues(po
 
 async def test_packet_filter_does_not_cut_off_an_agent_behind_a_proxy(pod: Netted) -> None:
     """A service mesh's sidecar redirects the agent's packets and sends them as another user, whom the rules would
-    block.
-
-    The agent must notice that and remove its rules.
+    block. The agent must notice that and remove its rules.
     """
     pod.start_container()
     at = urlsplit(pod.url)

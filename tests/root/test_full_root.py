@@ -1,4 +1,4 @@
-"""Agents on a small, real file system that is full or read-only: the root file system or the data volume."""
+"""Tests agents on a small, real file system that is full or read-only: the root file system or the data volume."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def instance() -> AsyncIterator[RunningAgent]:
 
 @pytest.fixture
 def mounted(instance: RunningAgent) -> Iterator[Callable[[str], Path]]:
-    """Provide a function that moves a directory of the instance to its own small ext4 file system."""
+    """Provide a function that moves one of the instance's directories to its own small ext4 file system."""
     places = []
 
     def mount(name: str) -> Path:
@@ -61,8 +61,8 @@ def make_read_only(place: Path) -> None:
 
 
 async def test_agent_starts_on_a_full_root_file_system(instance: RunningAgent, mounted: Callable[[str], Path]) -> None:
-    """The agent must answer even while the file system is full. Once there is space again, it must write the stamp by
-    which the next agent recognizes the container, because that agent would otherwise start the jobs again.
+    """Once there is space again, the agent must write the stamp by which the next agent recognizes the container.
+    Without it, the next agent would start the jobs again.
     """
     root, data = mounted(""), mounted("data")
     await instance.start_agent()
@@ -94,7 +94,6 @@ async def test_agent_starts_on_a_full_root_file_system(instance: RunningAgent, m
 async def test_stopped_jobs_stay_stopped_after_a_restart_on_a_full_or_read_only_disk(
     instance: RunningAgent, mounted: Callable[[str], Path], fault: Callable[[Path], None]
 ) -> None:
-    """The jobs must stay stopped during the fault and after it. While it lasts, a start must be refused."""
     data = mounted("data")
     pids = await instance.deploy(1)
     fault(data)

@@ -1,4 +1,5 @@
-"""Takeovers between the real Go agent with Debian's monit and this agent. Run with ``./dev test-go-agent BINARY``.
+"""Tests takeovers between the real Go agent with Debian's monit and this agent. Run with ``./dev test-go-agent
+BINARY``.
 
 The Go agent's test platform does not change the machine. It expects monit at 127.0.0.1:2822, so this port must be free
 and no other test may run at the same time.
@@ -68,7 +69,7 @@ def go_agent_and_monit(pod: PodInstance) -> Iterator[None]:
 
 @contextmanager
 def this_agent(pod: PodInstance) -> Iterator[None]:
-    """Run this agent during the block, then hand back to the Go agent."""
+    """Run this agent during the block, then hand the instance back to the Go agent."""
     pod.exec_agent()
     try:
         yield
@@ -133,10 +134,7 @@ async def keep_credentials(pod: PodInstance) -> None:
     await pod.run("update_settings", {"mbus": mbus, "trusted_certs": "", "blobstores": None})
 
 
-async def test_jobs_of_this_agent_continue_under_the_go_agent(pod: PodInstance) -> None:
-    """The Go agent must report the jobs as running, and stop them. When this agent takes over again, it must find them
-    stopped.
-    """
+async def test_this_agents_jobs_continue_under_the_go_agent(pod: PodInstance) -> None:
     with this_agent(pod):
         await ready(pod)
         ours = await deploy(pod)
@@ -162,10 +160,7 @@ async def test_jobs_of_this_agent_continue_under_the_go_agent(pod: PodInstance) 
         assert [len(pids) for pids in starts(pod.machine).values()] == [2, 2, 2]
 
 
-async def test_jobs_of_the_go_agent_keep_running_through_two_takeovers_and_handbacks(pod: PodInstance) -> None:
-    """Supervision passes back and forth twice between monit and this agent. At the end, all processes must still be
-    those that monit started.
-    """
+async def test_go_agents_jobs_keep_running_through_two_takeovers_and_handbacks(pod: PodInstance) -> None:
     with go_agent_and_monit(pod):
         await ready(pod)
         theirs = await deploy(pod)

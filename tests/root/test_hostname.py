@@ -1,4 +1,4 @@
-"""The container's host name, when the agent has its own UTS namespace and when it has not."""
+"""Tests the container's host name, both when the agent has its own UTS namespace and when it does not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_agent_sets_a_valid_host_name_unless_the_runtime_owns_it(
 
 
 def test_agent_without_its_own_uts_namespace_keeps_the_host_name(tmp_path: Path) -> None:
-    """The agent has no UTS namespace of its own here, so it would change the name for every program on the machine."""
+    """Without its own UTS namespace, the agent would change the name for every program on the machine."""
     with machine(tmp_path) as made:
         told = made.run(
             f"cd {CODE}; {sys.executable} -c 'from agent_shim.host import hostname; print(hostname.owner())'"

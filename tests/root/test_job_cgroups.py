@@ -1,4 +1,4 @@
-"""Job cgroups in each cgroup hierarchy of this machine's kernel."""
+"""Tests job cgroups in this machine's real cgroup hierarchies."""
 
 from __future__ import annotations
 

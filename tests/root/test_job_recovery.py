@@ -1,4 +1,4 @@
-"""What happens to jobs and disks when a container exits and a new one starts with the same volumes.
+"""Tests what happens to jobs and disks when a container exits and a new one starts with the same volumes.
 
 The containers have real mounts and pids.
 """
@@ -49,7 +49,7 @@ def events(pod: PodInstance, cid: str = "disk-1") -> list[str]:
 
 async def test_first_ping_is_answered_before_boot_steps_that_the_bus_does_not_need(pod: PodInstance) -> None:
     """In a new container, the agent installs CA certificates with a command that takes most of a second. In this test
-    the command never exits, and the agent must answer pings anyway.
+    the command never exits.
     """
     pod.start_container()
     pod.machine.write("/mnt/for-ever", "", mode=0o755)
@@ -74,9 +74,8 @@ async def with_a_disk(pod: PodInstance) -> None:
 
 @pytest.mark.parametrize("prefix", [(), WITHOUT_MOUNTS], ids=["by mount", "by link"])
 async def test_container_restart_restores_disk_and_jobs(pod: PodInstance, prefix: tuple[str, ...]) -> None:
-    """The boot must mount the disk, run pre-start and start the jobs, in this order.
-
-    It must also restore users and host names, and remove stale files from the run directory.
+    """The boot must mount the disk, run pre-start and start the jobs, in this order. It must also restore users and
+    host names, and remove stale files from the run directory.
     """
     pod.prefix = prefix
     await with_a_disk(pod)
@@ -106,9 +105,7 @@ async def test_container_restart_restores_disk_and_jobs(pod: PodInstance, prefix
 
 
 async def test_reboot_with_the_same_root_file_system_starts_jobs_without_pre_start(pod: PodInstance) -> None:
-    """As after the reboot of a VM, the run directory is emptied, and the disk is mounted before the jobs start.
-    pre-start must not run, because its changes to the root file system still exist.
-    """
+    """pre-start must not run, because its changes to the root file system still exist."""
     pod.keeps_root = True
     await with_a_disk(pod)
     await deploy(pod, "web")
@@ -145,7 +142,6 @@ async def test_recreated_vm_mounts_its_disk_but_starts_no_job_until_an_apply(pod
 
 
 async def test_jobs_wait_for_a_disk_that_appears_late(pod: PodInstance) -> None:
-    """Until the disk appears, no job must run, and the instance must be reported as failing."""
     await with_a_disk(pod)
     await deploy(pod, "web")
     events(pod)
@@ -175,9 +171,7 @@ async def test_jobs_wait_for_a_disk_that_appears_late(pod: PodInstance) -> None:
 async def test_second_container_does_not_mount_a_disk_that_the_first_still_uses(
     pod: PodInstance, tmp_path: Path
 ) -> None:
-    """A pod can be recreated on another node while its predecessor is still running. The second agent must wait until
-    the first has exited.
-    """
+    """A pod can be recreated on another node while its predecessor is still running."""
     await with_a_disk(pod)
     await deploy(pod, "web")
     events(pod)
@@ -197,10 +191,8 @@ async def test_second_container_does_not_mount_a_disk_that_the_first_still_uses(
 
 
 async def test_job_files_lost_with_a_tmpfs_are_reported_as_missing(pod: PodInstance) -> None:
-    """With ``env.bosh.job_dir.tmpfs``, the jobs' files are on no disk, so they are lost when the container is
-    restarted. The Director must then apply the spec again.
-
-    If only the agent is restarted, the files must still be there and the processes must keep running.
+    """With ``env.bosh.job_dir.tmpfs``, the jobs' files are lost when the container is restarted, so the Director must
+    apply the spec again. If only the agent is restarted, the files and processes must remain.
     """
     pod.env = {"job_dir": {"tmpfs": True, "tmpfs_size": "20m"}, "run_dir": {"tmpfs": True}}
     await with_a_disk(pod)
@@ -240,9 +232,6 @@ SECRET = "not-to-be-found-on-a-disk"
 
 
 async def test_settings_kept_in_memory_are_not_written_to_disk(pod: PodInstance) -> None:
-    """With ``env.bosh.agent.settings.tmpfs``, neither the agent's directory nor its copy on the data volume may contain
-    credentials.
-    """
     pod.env = {"agent": {"settings": {"tmpfs": True}}}
     await with_a_disk(pod)
     stores = [{"provider": "dav", "options": {"user": SECRET}}]
@@ -267,10 +256,8 @@ IN_MEMORY = {"job_dir": {"tmpfs": True}, "run_dir": {"tmpfs": True}}
 
 @pytest.mark.parametrize("why", ["the container may not mount", "the manifest mounts them"])
 async def test_job_files_survive_a_restart_if_the_agent_mounts_no_tmpfs(pod: PodInstance, why: str) -> None:
-    """If the container may not mount, the agent must log at boot that it skipped the mounts of ``job_dir.tmpfs`` and
-    ``run_dir.tmpfs``. If a manifest mounts these directories, the agent must use them as they are.
-
-    In both cases, the jobs' files survive a restart.
+    """If the container may not mount, the agent must log at boot that it skipped the ``job_dir.tmpfs`` and
+    ``run_dir.tmpfs`` mounts. If a manifest mounts these directories, the agent must use them as they are.
     """
     pod.env = IN_MEMORY
     is_refused = why == "the container may not mount"

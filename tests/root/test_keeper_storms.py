@@ -1,4 +1,4 @@
-"""Keepers kill fork storms in a PID namespace that, like a container, has a process limit."""
+"""Tests that keepers kill fork storms in a PID namespace that, like a container, has a process limit."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def storm() -> Iterator[Path]:
-    """Compile the program that forks, and provide its path. It is in a directory that other users can enter, which they
-    could not in pytest's directories.
+    """Compile the program that forks, and provide its path. The program is in a directory that other users can enter,
+    unlike pytest's directories.
     """
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
@@ -61,7 +61,7 @@ def storm() -> Iterator[Path]:
 @pytest.mark.parametrize(
     "kind", ["comet", "comet-session", "bomb", "bomb-session", "bomb-session-ignore", "mortal-session-ignore"]
 )
-def test_keeper_kills_all_processes_of_a_fork_storm(storm: Path, tmp_path: Path, kind: str) -> None:
+def test_keeper_kills_all_processes_in_a_fork_storm(storm: Path, tmp_path: Path, kind: str) -> None:
     command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c", KILL]
     arguments = [str(storm), kind, str(tmp_path / "keepers"), str(USER), str(PROCESSES)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -152,7 +152,6 @@ def run(line: str) -> str:
 
 @needs_monit
 async def test_file_checks_give_the_same_results_as_monit(tmp_path: Path) -> None:
-    """Permissions, checksums and existence of files are changed so that the checks fail, and then changed back."""
     text = f"""
     check file size with path DIR/size
       if size > 10 b for 2 cycles then {run("$MONIT_EVENT")} else if recovered then {run("$MONIT_EVENT")}
@@ -180,9 +179,6 @@ async def test_file_checks_give_the_same_results_as_monit(tmp_path: Path) -> Non
 
 @needs_monit
 async def test_change_checks_run_programs_as_monit_does(tmp_path: Path) -> None:
-    """If a timestamp changes, the program must run once. If a line matches a pattern, the service must be failing for
-    one cycle.
-    """
     text = f"""
     check file size with path DIR/size
       if changed timestamp then {run("$MONIT_SERVICE $MONIT_EVENT: $MONIT_DESCRIPTION")}
@@ -214,7 +210,6 @@ async def test_change_checks_run_programs_as_monit_does(tmp_path: Path) -> None:
 
 @needs_monit
 async def test_host_and_port_checks_give_the_same_results_as_monit(tmp_path: Path) -> None:
-    """The checks cover a TCP port with HTTP, a URL with its content, a UDP port, and echo requests."""
     answers = [b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"]
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

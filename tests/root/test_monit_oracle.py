@@ -1,4 +1,5 @@
-"""Our parser must accept the same files as the Linux distribution's monit, which is newer than the 5.2.5 on stemcells.
+"""Tests that our parser accepts the same files as the Linux distribution's monit, which is newer than the 5.2.5 on
+stemcells.
 
 The test files contain only syntax that both versions treat in the same way.
 """
@@ -146,21 +147,21 @@ MISTAKES = (
     "check nothing",
     "{",
 )
-"""Statements that both parsers must reject. Some refer to the check that contains them, which is called ``itself``."""
+"""Statements that both parsers must reject. Some refer to the check that contains them. Its name is ``itself``."""
 
 BLANKS = ("\n", "\n  ", " ", "\n\n", "\t", " ; ", " # a comment\n", "\r\n")
 
 
 def statements(random: random.Random) -> Iterator[str]:
-    """Generate the statements of a random file. One in three files has a mistake."""
+    """Generate the statements of a random file. One in three files has an error."""
     yield "check process first with pidfile /tmp/first"
     for number in range(random.randrange(3)):
         kind = random.choice(sorted(HEADS))
         yield f"check {random.choice(HEADS[kind])}".format(f"name-{number}")
-        # Do not set a mode in a check of the system, because newer versions of monit accept it but 5.2.5 does not.
+        # Do not set a mode in a system check, because newer versions of monit accept it but 5.2.5 does not.
         options = [option for option in OPTIONS if not (kind == "system" and option.startswith("mode"))]
         yield from random.sample(options, random.randrange(4))
-        # A check of a host needs at least one test.
+        # A host check needs at least one test.
         for _ in range(random.randrange(4) or kind == "host"):
             test, rate, action, end = (random.choice(found) for found in (TESTS[kind], RATES, ACTIONS, ENDS))
             has_end = "changed" not in test and "match" not in test
@@ -208,7 +209,6 @@ def theirs(tmp_path: Path) -> Callable[[str], str]:
 
 
 def test_parser_rejects_the_same_files_as_monit(theirs: Callable[[str], str]) -> None:
-    """Both parsers get many random files, about a third of which contain a mistake."""
     numbers = random.Random(SEED)
     refused = 0
     for text in (spelled(numbers) for _ in range(FILES)):
@@ -220,7 +220,7 @@ def test_parser_rejects_the_same_files_as_monit(theirs: Callable[[str], str]) ->
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_parser_and_monit_reject_each_mistake(mistake: str, theirs: Callable[[str], str]) -> None:
+def test_parser_and_monit_reject_each_invalid_file(mistake: str, theirs: Callable[[str], str]) -> None:
     text = f"check process first with pidfile /a\ncheck process itself with pidfile /b\n{mistake}\n"
 
     assert theirs(text)
@@ -228,7 +228,6 @@ def test_parser_and_monit_reject_each_mistake(mistake: str, theirs: Callable[[st
 
 
 def test_rendered_monit_files_are_accepted_by_monit(theirs: Callable[[str], str]) -> None:
-    """Files that our parser has read and written again are still valid for monit."""
     numbers = random.Random(SEED)
     for text in (spelled(numbers) for _ in range(FILES // 3)):
         if not ours(text):

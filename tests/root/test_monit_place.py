@@ -1,4 +1,5 @@
-"""An unmodified Go agent runs the same deployment once with monit 5.2.5 and once with this supervisor in monit's place.
+"""Tests that an unmodified Go agent can run the same deployment with monit 5.2.5 and with this supervisor in monit's
+place.
 
 Run with ``MONIT_525=… ./dev test-monit-place BINARY``. Each machine has its own network, so each supervisor can listen
 on monit's port. The Go agent runs with its test platform, which does not change the machine and has no password for
@@ -99,7 +100,7 @@ class SupervisedMachine:
             text = log.read_text(errors="replace") if log.exists() else ""
             asked, actions = text.count(RELOADS), len(ACTION.findall(text))
             # While the Go agent waits for a reload, it logs a line that matches RELOADS every second. After the first
-            # such line of an action, kill monit. If ten more lines follow, kill it again.
+            # such line in an action, kill monit. If ten more lines follow, kill it again.
             if asked > seen and (actions != last or asked - killed >= 10):
                 killed, last = asked, actions
                 with suppress(OSError, ValueError):
@@ -158,7 +159,7 @@ async def place(netted: Netted, request: pytest.FixtureRequest) -> AsyncIterator
 
 async def test_monit_daemon_serves_the_go_agent_through_a_deployment(place: SupervisedMachine) -> None:
     """The deployment consists of an apply, a start, a killed process with its alert, a stop, and a second start with
-    one job less. The test prints how long each step took.
+    one job fewer. The test prints how long each step took.
     """
     pod, monitor, figures = place.pod, HealthMonitor(), place.figures
     await pod.director.wait_until_ready(AGENT, timeout=90)
@@ -228,9 +229,8 @@ BPM_JOBS: Final = {
 
 @pytest.mark.skipif(not BPM, reason="no bpm: set BPM to a directory with bpm, runc and tini")
 async def test_real_bpm_and_runc_work_under_the_monit_daemon(place: SupervisedMachine) -> None:
-    """When the supervisor is killed and restarted, the pidfile and the cgroup of a process must stay the same.
-
-    A process that is killed must get a new container. After a stop, no container may be left.
+    """When the supervisor is killed and restarted, a process's pidfile and cgroup must stay the same. A
+    killed process must be restarted in a new container. After a stop, no container may be left.
     """
     pod = place.pod
     pidfile = pod.vcap / "data/sys/run/bpm/web/web.pid"

@@ -1,5 +1,5 @@
-"""The job of ``agent-shim-monit-release`` replaces a stemcell's monit and later restores it, while 50 processes keep
-running.
+"""Tests that the job in ``agent-shim-monit-release`` replaces a stemcell's monit and later restores it, while 50
+processes keep running.
 
 ``MONIT_525`` is the path of monit 5.2.5. A newer version cannot be used, because its state file has a different format.
 The job uses this checkout instead of the release's package, which takes minutes to build.
@@ -88,8 +88,8 @@ class MonitVm:
             (self.vcap / f"data/sys/run/{name}").mkdir()
             self.write(f"jobs/{name}/bin/ctl", CTL.format(name))
             self.write(f"monit/job/0000_{name}.monitrc", jobs.sleeper(Paths(), name)["monit"])
-        # Start the processes directly, which is faster than with monit. Jobs from the tenth on lack the variable that
-        # monit sets, like processes in a runc container.
+        # Start the processes directly, which is faster than with monit. From the tenth job on,
+        # the processes lack the variable that monit sets, as they would in a runc container.
         for jobs_of, mark in (("job?", "MONIT_SERVICE=${job##*/}"), ("job??", "")):
             start = f"{mark} $job/bin/ctl start >/dev/null 2>&1"
             self.machine.run(f"for job in /var/vcap/jobs/{jobs_of}; do {start}; done")
@@ -128,7 +128,7 @@ class MonitVm:
         self.reload()
 
     def open_to_jobs(self) -> list[Path]:
-        """Return the interpreter that root runs and its parent directories, if jobs can write to them."""
+        """Check the interpreter that root runs and its parent directories. Return those to which jobs can write."""
         line = next(line for line in (TEMPLATES / "run").read_text().splitlines() if line.startswith("python="))
         program = self.vcap / line.removeprefix("python=/var/vcap/")
         way = [program, *(path for path in program.parents if path.is_relative_to(self.vcap))]
@@ -213,7 +213,7 @@ def test_monit_release_replaces_and_restores_monit_with_fifty_processes(vm: Moni
     until(lambda: time.time() > state.stat().st_ctime + 1)
     vm.remove()
     until(lambda: vm.supervisor() == "monit")
-    time.sleep(5)  # Wait two of monit's cycles, in which it would start processes.
+    time.sleep(5)  # Wait for two of monit's cycles, because monit would start processes in this time.
     assert "not monitored" in vm.words("job7").lower()
     assert vm.running() == {name: pid for name, pid in vm.pids.items() if name != "job7"}
     assert vm.starts() == 50
@@ -242,7 +242,7 @@ def test_monit_release_pre_start_can_be_killed_before_each_command(vm: MonitVm) 
 def test_monit_release_restores_monit_if_its_replacement_does_not_start(vm: MonitVm) -> None:
     until(lambda: vm.supervisor() == "monit")
     vm.write("data/packages/agent_shim_monit/digest/python/bin/python3", "#!/bin/sh\nexit 1\n")
-    # Shorten the pauses of the pre-start, which would otherwise wait a minute for the replacement.
+    # Shorten the pre-start's pauses. Otherwise, it would wait a minute for the replacement.
     vm.write("bosh/bin/sleep", "#!/bin/sh\nexec /bin/sleep 0.02\n")
 
     assert not vm.pre_start(step=NEVER)

@@ -1,4 +1,4 @@
-"""Mounts and unmounts on a test machine."""
+"""Tests mounts and unmounts on a test machine."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ for place in (source, target):
 
 
 def test_bind_mount_shows_its_source_until_unmounted(inside: Inside) -> None:
-    """The mount table must show the correct source although its path contains a space. If the mount is made read-only,
-    the source must stay writable.
-    """
     seen = inside(f"""{PLACES}
 mounts.bind(source, target)
 during = [(target / "file").read_text(), mounts.is_mount_point(target), mounts.mount_of(target / "file").root]
@@ -42,7 +39,6 @@ return [*during, (target / "file").exists(), mounts.is_mount_point(target)]
 
 
 def test_stacked_mounts_are_unmounted_one_by_one(inside: Inside) -> None:
-    """Each unmount removes the newest mount and uncovers the one below."""
     seen = inside(f"""{PLACES}
 mounts.bind(source, target)
 mounts.mount_tmpfs(target, "size=64k,mode=700")
@@ -56,8 +52,7 @@ return [*kinds, mounts.is_mount_point(target)]
     assert seen == ["tmpfs", False, True, False]
 
 
-def test_busy_mount_stays_unless_unmounted_lazily(inside: Inside) -> None:
-    """The error names the mount point."""
+def test_busy_mount_can_only_be_unmounted_lazily(inside: Inside) -> None:
     seen = inside(f"""{PLACES}
 mounts.bind(source, target)
 with (target / "file").open():
@@ -74,24 +69,18 @@ return [refused, mounts.is_mount_point(target)]
 
 
 def test_missing_source_of_a_bind_mount_is_an_error(inside: Inside) -> None:
-    """The error names source and target."""
     error = inside(f"{PLACES}\nmounts.bind(here / 'none', target)")
 
     assert error == "cannot bind /var/vcap/m/none on /var/vcap/m/target: No such file or directory"
 
 
 def test_mounts_in_a_private_namespace_are_invisible_to_other_processes(box: Machine, inside: Inside) -> None:
-    """A process that has left the machine's mount namespace must make mounts only for itself and its children."""
     inside(f"{PLACES}\nmounts.leave_mount_namespace()\nmounts.bind(source, target)\nassert (target / 'file').exists()")
 
     assert not (box.vcap / "m/target/file").exists()
 
 
 def test_permission_to_bind_mount_is_probed(box: Machine, inside: Inside) -> None:
-    """Only root with CAP_SYS_ADMIN may mount. The probe must leave no file or mount behind.
-
-    ``try_bind`` raises an error that explains why mounting is not possible.
-    """
     box.run("mkdir -p -m 777 /var/vcap/probe")
     ask = "from agent_shim.host import volumes\nreturn volumes.can_bind(Path('/var/vcap/probe'))"
     without = ("setpriv", "--bounding-set", "-sys_admin")

@@ -1,4 +1,4 @@
-"""``./dev mutate`` runs mutants as root, but confines them so that they cannot damage this machine."""
+"""Tests that ``./dev mutate`` runs mutants as root, but confines them so that they cannot damage this machine."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class Bystanders:
         self.files = [Path("/etc") / name, Path("/dev") / name, Path("/tmp") / name, ROOT / name]
 
     def harm(self) -> str:
-        """Return the source of a test that tries to change or reach each of them."""
+        """Return the source of a test that tries to change or reach each of these bystanders."""
         etc, device, tmp, code = self.files
         port = self.door.getsockname()[1]
         return HARM.format(etc=etc, device=device, tmp=tmp, code=code, pid=self.process.pid, port=port)
 
     def are_unharmed(self) -> bool:
-        """Return True if none of the files was created. Fails if the process or the port was reached."""
+        """Return True if none of the files was created. Fail if the process or the port was reached."""
         with pytest.raises(BlockingIOError):
             self.door.accept()
         assert self.process.poll() is None
@@ -117,7 +117,7 @@ def test_forked_mutant_leaves_the_machine_unchanged(
     assert bystanders.are_unharmed()
 
 
-def test_mutation_coverage_includes_lines_of_child_processes(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_coverage_includes_lines_run_by_child_processes(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     stage = mutate.Stage("imports", ("tests/integration/test_lean_imports.py",), float("inf"), is_forked=False)
 
@@ -128,10 +128,9 @@ def test_mutation_coverage_includes_lines_of_child_processes(store: Path, monkey
 
 
 @pytest.mark.parametrize("end", [subprocess.Popen.terminate, subprocess.Popen.kill])
-def test_mutation_run_ends_every_process_that_it_started(
+def test_mutation_run_kills_every_process_that_it_started(
     end: Callable[[subprocess.Popen[bytes]], None], tmp_path: Path
 ) -> None:
-    """Processes in other sessions are killed too. Files in the scratch directory are kept."""
     command = confined.command(
         tmp_path, ["sh", "-c", 'setsid sleep 1000 & echo $! >"$1/pid"; echo up; wait', "sh", str(tmp_path)]
     )
@@ -139,5 +138,5 @@ def test_mutation_run_ends_every_process_that_it_started(
         assert running.stdout is not None
         assert running.stdout.readline() == b"up\n"
         end(running)
-        assert running.stdout.read() == b""  # The read ends only when the last process with this pipe has exited.
+        assert running.stdout.read() == b""  # No process has the pipe open any more.
     assert int((tmp_path / "pid").read_text()) > 1

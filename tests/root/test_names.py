@@ -1,4 +1,4 @@
-"""DNS records of other instances: programs resolve them, and bosh-dns may read them."""
+"""Tests other instances' DNS records: programs resolve them, and bosh-dns may read them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ def resolved(machine: Machine, name: str) -> str:
     return " ".join(sorted({line.split()[0] for line in found.splitlines()}))
 
 
-async def test_a26_programs_resolve_dns_records_of_the_director(fleet: Fleet) -> None:
-    """If the container runtime has mounted /etc/hosts, the agent must write to that file instead of replacing it.
-
-    If the mount is read-only, the records must still be stored for bosh-dns.
+async def test_a26_programs_resolve_dns_records_from_the_director(fleet: Fleet) -> None:
+    """If the container runtime has mounted /etc/hosts, the agent must write to that file instead of replacing it. If
+    the mount is read-only, the records must still be stored for bosh-dns.
     """
 
     async def sync(version: int, *pairs: tuple[str, str]) -> None:
@@ -62,7 +61,6 @@ async def test_a26_programs_resolve_dns_records_of_the_director(fleet: Fleet) ->
 
 
 async def test_cloud_config_name_servers_are_used_from_boot_on(fleet: Fleet) -> None:
-    """The name servers in the cloud config replace those of the container runtime."""
     network = NETWORKS["default"] | {"dns": ["192.0.2.53", "192.0.2.54"], "default": ["dns", "gateway"]}
     machine = await fleet.add(AGENT, {"default": network})
 

@@ -1,4 +1,4 @@
-"""How the agent determines the default route's address and reads the ARP cache, tested in a new network namespace."""
+"""Tests how the agent determines the default route's address and reads the ARP cache, in a new network namespace."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def found(routes: str) -> list[dict[str, str] | None]:
     return answer
 
 
-def test_default_address_is_the_one_on_the_default_routes_interface() -> None:
+def test_default_address_belongs_to_the_default_routes_interface() -> None:
     """Routes such as 0.0.0.0/1 also have destinations that begin with zeros, but they are not default routes."""
     routes = """
 ip route add 0.0.0.0/1 via 10.1.0.1
@@ -57,7 +57,7 @@ ip -6 route add default via fd00::1 dev here
 
 
 def test_default_route_over_a_link_local_interface_gives_no_address() -> None:
-    """The default route's interface has only a link-local address, which cannot be reached from other networks."""
+    """A link-local address cannot be reached from other networks."""
     routes = """
 ip address flush dev here
 ip link set here down

@@ -1,7 +1,5 @@
-"""Scripts of the stemcell overlay, run as in the image: init with its services and a real agent, and the commands `sv`,
-`service` and `systemctl`.
-
-Needs root and the packages s6 and cron.
+"""Tests the stemcell overlay's scripts, run as in the image: init with its services and a real agent, and the
+`sv`, `service` and `systemctl` commands. Needs root and the s6 and cron packages.
 """
 
 from __future__ import annotations
@@ -98,10 +96,8 @@ def number(pod: PodInstance) -> str:
     return pod.machine.run("cat /var/vcap/sys/run/web/web.pid 2>/dev/null || true").strip()
 
 
-async def test_agent_disabled_by_a_release_still_supervises_its_jobs(pod: PodInstance) -> None:
-    """os-conf's job disable_agent stops the agent's service. On a VM, monit then continues to supervise the jobs, so
-    this agent must do so as well.
-    """
+async def test_agent_disabled_by_a_release_still_supervises_jobs(pod: PodInstance) -> None:
+    """os-conf's disable_agent job stops the agent's service. On a VM, monit then continues to supervise the jobs."""
     with init(pod):
         before = await with_a_job(pod)
 
@@ -142,7 +138,7 @@ while [ "$pid" -gt 1 ]; do
     pid=$(ps -o ppid:1= -p "$pid")
 done
 """
-"""Sets limits for monit and its ancestors, as the job "limits" of os-conf does."""
+"""Sets limits for monit and its ancestors, as os-conf's ``limits`` job does."""
 
 
 async def test_limits_that_a_release_sets_for_monit_apply_to_jobs(pod: PodInstance) -> None:
@@ -198,7 +194,6 @@ async def test_container_shutdown_stops_the_jobs_in_order(pod: PodInstance) -> N
     ],
 )
 async def test_service_commands_answer_like_the_real_programs(pod: PodInstance, command: str, wanted: str) -> None:
-    """The exit codes and messages match those of systemctl, service and sv, and the services change as requested."""
     if shutil.which("cron") is None:
         pytest.skip("needs the package cron")
     with init(pod):
@@ -220,8 +215,8 @@ async def test_runit_service_is_run_by_the_init(pod: PodInstance) -> None:
 
 @pytest.mark.attack("a job makes cron run its programs outside its cgroup")
 async def test_only_root_may_install_a_crontab(pod: PodInstance) -> None:
-    """With a crontab, a job could have cron run a program outside the job's cgroup, beyond the reach of a stop and of
-    limits.
+    """With a crontab, a job could have cron run a program outside the job's cgroup, where neither a stop nor a limit
+    would affect it.
     """
     if shutil.which("crontab") is None:
         pytest.skip("needs the package cron")

@@ -1,4 +1,4 @@
-"""A signal for a job must never reach an unrelated process. To test this, the kernel is made to reuse pids as fast as
+"""Tests that a signal for a job never reaches an unrelated process. The test makes the kernel reuse pids as fast as
 possible.
 """
 
@@ -21,13 +21,11 @@ ROUNDS = int(os.environ.get("SHIM_PID_REUSE_ROUNDS", "30"))
 @pytest.mark.attack("a job exits so that its process id is reused between the check and the signal")
 def test_process_with_a_reused_pid_is_never_signalled(tmp_path: Path) -> None:
     """In each round, a job's process, its session leader or its start program exits, and an unrelated process gets its
-    pid.
-
-    Then the job is stopped.
+    pid. Then the job is stopped.
     """
     seed = os.environ.get("SHIM_PID_REUSE_SEED", "6")
     program = [sys.executable, "-m", "tests.support.programs.reuse", str(tmp_path / "world"), str(ROUNDS), seed]
-    # The shell is PID 1, so orphans of other programs become its children and not children of the test program.
+    # The shell is PID 1, so other programs' orphans become its children and not the test program's.
     inside = ["sh", "-c", '"$@"; exit $?', "sh", *program]
     done = subprocess.run(
         ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--", *inside],

@@ -1,4 +1,4 @@
-"""Each of the doctor's privilege probes, with and without the privilege that it tests."""
+"""Tests each of the doctor's privilege probes, with and without the privilege that it tests."""
 
 from __future__ import annotations
 
@@ -84,7 +84,6 @@ def makes_user_namespaces(*prefix: str) -> bool:
 def test_privilege_probe_fails_only_without_its_privilege(
     inside: Inside, prefix: tuple[str, ...], missing: dict[str, str]
 ) -> None:
-    """Each probe restores what it has changed, such as files, mounts or the user."""
     failed, left, is_mounted, uid = inside(TRY_ALL, *prefix)
     if not makes_user_namespaces(*prefix):
         assert failed.pop("user namespace")
@@ -99,7 +98,6 @@ def test_privilege_probe_fails_only_without_its_privilege(
 
 
 def test_privilege_probe_that_raises_an_exception_fails(inside: Inside) -> None:
-    """The caller must get an error number even if the probe raised an exception that has none, or was killed."""
     codes = inside("""
 import errno, signal
 from agent_shim.host import privilege_probes as probes

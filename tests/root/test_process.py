@@ -1,5 +1,5 @@
-"""Programs of a release must not inherit anything from the agent's parent, such as environment variables, descriptors
-or signal settings.
+"""Tests that release programs inherit nothing from the agent's parent, such as environment variables, descriptors or
+signal settings.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def pod(pod: PodInstance) -> PodInstance:
     return pod
 
 
-async def test_job_program_inherits_nothing_of_the_agents_parent(pod: PodInstance) -> None:
+async def test_job_program_inherits_nothing_from_the_agents_parent(pod: PodInstance) -> None:
     web = {path: LOOK.replace("NAME", Path(path).name) + end for path, end in PROGRAMS.items()}
     packaging = (LOOK.replace(SEEN, "/var/vcap/data/seen")).replace("NAME", "packaging")
     await pod.start()

@@ -1,4 +1,6 @@
-"""The examples of ``docs/protocol.md`` that need root, sent over the bus to an agent on its own machine."""
+"""Tests the examples in ``docs/protocol.md`` that need root, by sending them over the bus to an agent on its own
+machine.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,6 @@ EXAMPLES = [each for section in protocol.sections() for each in section.examples
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=str)
 async def test_protocol_example_is_answered_as_documented(example: Example, tmp_path: Path) -> None:
-    """The request and its expected reply are those printed in the page."""
     async with fleet(tmp_path) as machines:
         await machines.add(AGENT, {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0"}})
 

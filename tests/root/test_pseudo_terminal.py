@@ -1,4 +1,4 @@
-"""Runs programs on a new pseudo-terminal, which replaces those of their standard streams that are connected to the
+"""Tests running programs on a new pseudo-terminal, which replaces the standard streams that are connected to the
 operator's terminal.
 """
 
@@ -153,7 +153,6 @@ echo to stderr >&2
 
 @pytest.mark.parametrize("streams", [(0, 1, 2), (0, 1), (1, 2), (0, 2), (0,), (1,), (2,)])
 def test_only_terminal_streams_are_replaced_by_the_new_terminal(operator: Operator, streams: tuple[int, ...]) -> None:
-    """All replaced streams have the same terminal, which is not the operator's."""
     operator.call(WHERE, streams)
     code, asked = operator.ended()
     names = operator.told().split()
@@ -190,7 +189,7 @@ def test_terminal_session_exit_codes_follow_the_shell(
 
 
 @pytest.mark.parametrize("streams", [(), (0, 1, 2)])
-def test_terminal_session_of_a_program_that_cannot_run_is_an_error(
+def test_terminal_session_for_a_program_that_cannot_run_is_an_error(
     operator: Operator, streams: tuple[int, ...]
 ) -> None:
     operator.call(["/nothing"], streams)
@@ -214,9 +213,6 @@ def test_program_in_a_terminal_session_ignores_no_signal(operator: Operator) -> 
 
 
 def test_terminal_session_forwards_raw_keys_and_restores_the_modes(operator: Operator) -> None:
-    """During the session, the operator's terminal must be in raw mode, while the program's terminal echoes and edits
-    lines.
-    """
     operator.call("echo up >&3; read line; echo got:$line")
     operator.told("up")
     operator.eventually(lambda: not termios.tcgetattr(operator.terminal)[3] & (termios.ECHO | termios.ICANON))
@@ -228,9 +224,6 @@ def test_terminal_session_forwards_raw_keys_and_restores_the_modes(operator: Ope
 
 
 def test_terminal_session_leaves_piped_input_to_the_program(operator: Operator) -> None:
-    """If only the outputs are terminals, the session neither reads keys from the operator's terminal nor changes its
-    modes.
-    """
     operator.call("read line; echo up >&3; echo got:$line; read line", (1, 2))
     assert operator.running.stdin is not None
     operator.running.stdin.write(b"words\n")
@@ -262,9 +255,6 @@ def catches(pid: int, number: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signal_to_a_terminal_session_hangs_up_the_program(operator: Operator, number: int) -> None:
-    """The session must wait for the program, which may handle SIGHUP before it exits, and then restore the operator's
-    terminal.
-    """
     operator.call("trap 'echo hung up; exit 5' HUP; echo up >&3; while :; do sleep 0.02; done")
     operator.told("up")
     operator.eventually(lambda: catches(operator.running.pid, signal.SIGHUP))
@@ -285,7 +275,6 @@ def test_stopped_program_in_a_terminal_session_gets_sighup(operator: Operator) -
 
 
 def test_terminal_session_kills_a_program_that_ignores_the_hang_up(operator: Operator) -> None:
-    """The program must get some seconds to write its remaining output."""
     operator.call("trap 'echo last words' HUP; echo up >&3; while :; do sleep 0.02; done")
     operator.told("up")
     operator.running.send_signal(signal.SIGTERM)
@@ -301,14 +290,11 @@ def test_terminal_is_restored_if_a_signal_arrives_before_copying_begins(operator
     assert termios.tcgetattr(operator.terminal) == operator.before
 
 
-@pytest.mark.attack("a bpm process types into the terminal of `bpm shell`, or keeps running after it")
+@pytest.mark.attack("a bpm process types into the operator's terminal, or survives the end of `bpm shell`")
 @pytest.mark.parametrize("is_signal", [True, False])
 def test_terminal_session_ends_on_hangup_even_if_its_program_reads_no_input(
     operator: Operator, is_signal: bool
 ) -> None:
-    """While the session waited for the program to read its input, it used to block even after the operator's terminal
-    was closed.
-    """
     operator.call("trap '' HUP; stty raw -echo; echo up >&3; while :; do sleep 0.02; done")
     operator.told("up")
     for _ in range(100):
@@ -343,7 +329,6 @@ def test_terminal_session_with_piped_input_translates_line_ends_once(operator: O
 
 
 def test_children_that_keep_the_terminal_open_do_not_prolong_a_terminal_session(operator: Operator) -> None:
-    """The session must end once the program has exited and all of its own output has been shown."""
     operator.call("trap '' HUP; (echo $$ >&3; exec sleep 1000) & seq 20000; exit 3")
 
     assert operator.ended()[0] == 3

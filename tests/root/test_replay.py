@@ -31,9 +31,10 @@ LEAVE_NOTHING = frozenset({"ping", "info", "get_state", "delete_arp_entries", "l
 
 @dataclass
 class ReplayedMachines:
-    """The machines of a chapter (one recording or several), which are created and deleted as in the recording.
+    """The machines in a chapter, which consists of one or more recordings. They are created and deleted as in the
+    recording.
 
-    ``history`` contains all recorded steps of all chapters, in order.
+    ``history`` contains the recorded steps from all chapters, in order.
     """
 
     fleet: Fleet
@@ -76,8 +77,8 @@ class ReplayedMachines:
             await self._deploy(states[len([step for step in before if step.method == "get_state"]) - 1])
 
     async def _catch_up(self, step: RecordedRequest) -> None:
-        """Deploy what the step's recorded state contains, if no replayed step has deployed it. This happens because the
-        recording has gaps.
+        """Deploy what the step's recorded state contains, if no replayed step has deployed it. This is necessary where
+        the recording has gaps.
         """
         if step.method != "get_state" or step.reply is None or not step.reply["value"]["configuration_hash"]:
             return
@@ -144,10 +145,7 @@ def test_each_recorded_message_is_replayed() -> None:
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter[0])
-async def test_recorded_deployment_gets_the_go_agents_answers(fleet: Fleet, chapter: tuple[str, ...]) -> None:
-    """The requests for three instances and their errands are replayed one by one, from the first deployment until the
-    instances are deleted.
-    """
+async def test_recorded_deployment_requests_get_the_go_agents_answers(fleet: Fleet, chapter: tuple[str, ...]) -> None:
     history = list(steps(*sorted((CORPUS / "director").glob("*.jsonl"))))
     played = ReplayedMachines(fleet, history, [step for step in history if step.recording in chapter])
     (fleet.scratch / DISKS[0]).mkdir()

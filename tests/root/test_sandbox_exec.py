@@ -1,4 +1,4 @@
-"""Programs that run in new namespaces or with Landlock rules, and programs that enter a job's namespaces."""
+"""Tests programs that run in new namespaces or with Landlock rules, and programs that enter a job's namespaces."""
 
 from __future__ import annotations
 
@@ -69,7 +69,6 @@ def told(inside: Inside) -> Callable[[str], Any]:
 
 
 def test_sandbox_mounts_only_the_requested_paths_with_their_rights(told: Callable[[str], Any]) -> None:
-    """Each path must be mounted with no more rights than requested, and no other path may be mounted."""
     status, text = told(f'return await said("cat /proc/self/mountinfo", binds=places, {NAMESPACES})')
     rows = [line.split() for line in text.splitlines()]
     rights = {row[4]: set(row[5].split(",")) & {"ro", "rw", "nosuid", "nodev", "noexec"} for row in rows}
@@ -97,12 +96,11 @@ def test_sandbox_mounts_only_the_requested_paths_with_their_rights(told: Callabl
         "/dev/shm": {"rw", *closed},
         **{f"/dev/{name}": {"rw", "nosuid", "noexec"} for name in devices},
     }
-    # A shared mount would have a peer outside, to which mounts below it would propagate.
+    # A shared mount would have a peer outside the sandbox, and mounts below it would propagate to that peer.
     assert [row[4] for row in rows if any(field.startswith("shared:") for field in row[6 : row.index("-")])] == []
 
 
 def test_sandbox_root_has_directories_links_and_devices_as_in_bpm(told: Callable[[str], Any]) -> None:
-    """If a requested path does not exist on the machine, it must be left out."""
     script = (
         "ls /; ls /volume; stat -c '%a %U %n' / /volume /dev /dev/pts /dev/shm;"
         "cd /dev; for each in fd stdin stdout stderr ptmx; do readlink $each; done;"
@@ -141,16 +139,13 @@ ALLOWED = {
 
 
 def test_sandbox_mounts_grant_only_the_requested_rights(told: Callable[[str], Any]) -> None:
-    """The test writes to files, runs programs and opens devices in volumes with different rights."""
     status, text = told(f"return await said({RIGHTS!r}, binds=places, {NAMESPACES})")
 
     assert (status, set(text.splitlines())) == (0, ALLOWED)
 
 
 def test_sandbox_landlock_rules_grant_only_the_requested_rights(told: Callable[[str], Any]) -> None:
-    """There are no mounts in this case, and Landlock has no rules for devices, so a device in a writable directory can
-    be opened.
-    """
+    """Landlock has no rules for devices, so a device in a writable directory can be opened."""
     status, text = told(f"return await said({RIGHTS!r}, binds=[*places, NULL])")
 
     assert (status, set(text.splitlines())) == (0, ALLOWED | {"has devices writable", "has devices open"})
@@ -186,9 +181,6 @@ async def entered(pid, script, **members):
 
 
 def test_program_that_enters_a_sandbox_is_as_confined_as_its_job(told: Callable[[str], Any]) -> None:
-    """The program must see the same files and processes as the job, run as the same user, and have no further
-    privileges.
-    """
     script = (
         "ls /volume; grep -E '^(Uid|Groups|Cap(Prm|Eff|Bnd|Amb)|NoNewPrivs)' /proc/self/status;"
         "ls /proc | grep ^1$; readlink /proc/self/ns/*"
@@ -233,9 +225,6 @@ async with job() as one:
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGQUIT", "SIGTERM", "SIGHUP"])
 def test_entering_a_sandbox_forwards_signals_and_keeps_no_streams_open(told: Callable[[str], Any], name: str) -> None:
-    """A process outside the sandbox forwards signals to the program inside. It must not keep the program's streams
-    open, and must exit when the program exits.
-    """
     script = f"trap 'exit 5' {name[3:]}; echo up; exec >&- 2>&-; while :; do sleep 0.05; done"
     assert told(f"""{ENTERED}
 async with job() as one:
@@ -246,7 +235,7 @@ async with job() as one:
 """) == ["up\n", 5]
 
 
-def test_entering_a_sandbox_that_has_ended_is_reported(told: Callable[[str], Any]) -> None:
+def test_entering_the_sandbox_of_an_exited_process_is_an_error(told: Callable[[str], Any]) -> None:
     status, text = told(f"""{ENTERED}
 async with job() as one:
     pass

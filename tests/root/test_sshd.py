@@ -45,7 +45,7 @@ agent = SimpleNamespace(users=users, sshd=sshd, settings=settings)
 
 @dataclass
 class Alone:
-    """A machine with a private network, in which a newly started agent answers each request."""
+    """A machine with a private network. Each request is answered by a newly started agent."""
 
     box: Machine
     inside: Inside
@@ -131,9 +131,6 @@ def alone(
 
 
 def test_ssh_setup_lets_an_operator_log_in(alone: Alone) -> None:
-    """The container starts without a host key and without a running server. The operator must be able to log in and use
-    sudo.
-    """
     for path in (alone.box.root / "etc/ssh").glob("ssh_host_*"):
         path.unlink()
     found = alone.setup("bosh_jane")
@@ -162,7 +159,6 @@ def test_sshd_started_at_boot_has_a_host_key(alone: Alone) -> None:
 
 
 def test_ssh_host_key_does_not_change(alone: Alone) -> None:
-    """Each request gets the same key, and a missing public key is derived from the private key."""
     first = alone.agent("return await sshd.host_key()")
     key = alone.box.root / "etc/ssh/ssh_host_rsa_key"
     private = key.read_bytes()
@@ -176,7 +172,7 @@ def test_ssh_host_key_does_not_change(alone: Alone) -> None:
     assert stat.S_IMODE(key.with_suffix(".pub").stat().st_mode) == 0o644
 
 
-def test_failed_ssh_host_key_is_reported_and_leaves_no_user(alone: Alone) -> None:
+def test_failure_to_create_an_ssh_host_key_is_reported_and_leaves_no_user(alone: Alone) -> None:
     """The test makes ssh-keygen itself fail. A read-only /etc would not test this, because the agent would already fail
     to create the user.
     """
@@ -192,9 +188,6 @@ def test_failed_ssh_host_key_is_reported_and_leaves_no_user(alone: Alone) -> Non
 
 
 def test_sshd_runs_while_a_user_may_log_in(alone: Alone) -> None:
-    """All users share one server. It must be stopped when the last user is removed, even if the agent has been
-    restarted in between.
-    """
     key = alone.setup("bosh_one")["host_public_key"]
     assert alone.setup("bosh_two")["host_public_key"] == key
     assert len(alone.servers()) == 1
@@ -210,7 +203,6 @@ def test_sshd_runs_while_a_user_may_log_in(alone: Alone) -> None:
 
 
 def test_ssh_session_outlives_the_server(alone: Alone) -> None:
-    """When a clean-up stops the server, sessions of other operators continue."""
     key = alone.setup("bosh_long")["host_public_key"]
     known = alone.key.with_name("known_hosts")
     known.write_text(f"127.0.0.1 {key}")
@@ -236,8 +228,7 @@ def test_ssh_session_outlives_the_server(alone: Alone) -> None:
 
 
 @pytest.mark.attack("an SSH user reads another operator's log archive")
-def test_log_archive_is_fetched_by_scp_as_the_cli_does(alone: Alone) -> None:
-    """Only the operator who requested the archive can read it."""
+def test_log_archive_can_be_fetched_with_scp_as_the_cli_does(alone: Alone) -> None:
     key = alone.setup("bosh_cli")["host_public_key"]
     bundle = alone.agent(
         "from agent_shim.actions.logs import LogBundle, bundle_logs\n"
@@ -259,7 +250,6 @@ def test_log_archive_is_fetched_by_scp_as_the_cli_does(alone: Alone) -> None:
 @pytest.mark.attack("an SSH user logs in with a password, or with a key planted for another user")
 @pytest.mark.parametrize("user", ["root", "vcap", "nobody"])
 def test_sshd_admits_only_operators(alone: Alone, user: str) -> None:
-    """sshd rejects root even with a valid key, and other users unless they are in the group bosh_sshers."""
     key = alone.setup("bosh_any")["host_public_key"]
     public = alone.key.with_suffix(".pub").read_text()
     home = alone.box.vcap / "home" / user
@@ -283,15 +273,14 @@ def test_sshd_admits_only_operators(alone: Alone, user: str) -> None:
 
 
 def _at_home(entry: list[str], user: str) -> list[str]:
-    """Return a line of passwd. If it belongs to ``user``, replace the home directory and the shell so that the user can
-    log in.
+    """Return a line from passwd. If it is the line for ``user``, replace the home directory and the shell, so that the
+    user can log in.
     """
     return [*entry[:5], f"/var/vcap/home/{user}", "/bin/bash"] if entry[0] == user else entry
 
 
 @pytest.mark.attack("an SSH user logs in with a password, or with a key planted for another user")
 def test_sshd_rejects_passwords(alone: Alone) -> None:
-    """Public keys are the only method that the server offers."""
     key = alone.setup("bosh_any")["host_public_key"]
     known = alone.key.with_name("known_hosts")
     known.write_text(f"127.0.0.1 {key}")
@@ -302,7 +291,6 @@ def test_sshd_rejects_passwords(alone: Alone) -> None:
 
 
 def test_sshd_listens_on_the_configured_port(alone: Alone) -> None:
-    """agent.json sets the port. A second request must not start a second server."""
     key = alone.setup("bosh_port", port=2222)["host_public_key"]
 
     assert alone.login("bosh_port", key, "echo yes", port=2222).stdout == "yes\n"
@@ -331,8 +319,7 @@ def stranger(alone: Alone) -> Iterator[Callable[[str], None]]:
         process.communicate()
 
 
-def test_existing_ssh_server_of_the_image_is_used(alone: Alone, stranger: Callable[[str], None]) -> None:
-    """The agent starts no server if one already listens on the port, and a clean-up does not stop it."""
+def test_ssh_server_in_the_image_is_used(alone: Alone, stranger: Callable[[str], None]) -> None:
     stranger("0.0.0.0")
 
     assert alone.setup("bosh_any")["status"] == "success"
@@ -365,9 +352,6 @@ def test_job_listening_on_the_sshd_port_is_reported(alone: Alone) -> None:
 
 @pytest.mark.attack("a job listens on the port for metrics or sshd")
 def test_job_process_named_sshd_is_left_alone(alone: Alone) -> None:
-    """A clean-up must stop only the agent's own server. In the past, a thousand processes that had the server's name
-    and ignored SIGTERM delayed each clean-up by half an hour.
-    """
     ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     code = f"{ignore}print('up', flush=True); time.sleep(99)"
     arguments = ["sshd: /usr/sbin/sshd -f /var/vcap/data/sys/run/agent_shim/sshd_config", "-c", code]
@@ -385,7 +369,6 @@ def test_job_process_named_sshd_is_left_alone(alone: Alone) -> None:
 
 
 def test_failed_sshd_is_reported_and_leaves_no_user(alone: Alone, stranger: Callable[[str], None]) -> None:
-    """The error contains the server's message."""
     stranger("127.0.0.1")  # A server that clients outside cannot reach must not be mistaken for an existing SSH server.
     error = alone.agent(
         "from agent_shim.services import sshd as module\n"
@@ -400,7 +383,6 @@ def test_failed_sshd_is_reported_and_leaves_no_user(alone: Alone, stranger: Call
 
 
 def test_container_without_sshd_is_reported_and_leaves_no_user(alone: Alone) -> None:
-    """The error names the package that is missing."""
     alone.box.run("mkdir -p /tmp/empty && cp -a /usr/sbin/user* /tmp/empty/ && mount --bind /tmp/empty /usr/sbin")
     try:
         error = alone.setup("bosh_any")
@@ -413,9 +395,6 @@ def test_container_without_sshd_is_reported_and_leaves_no_user(alone: Alone) -> 
 
 
 def test_sshd_that_is_being_stopped_is_replaced(alone: Alone) -> None:
-    """A request that arrives while the server is being stopped must get a new server, even if the old one takes a long
-    time to exit.
-    """
     alone.agent(
         "import signal\n"
         "from agent_shim.host import proc\n"
@@ -434,9 +413,6 @@ def test_sshd_that_is_being_stopped_is_replaced(alone: Alone) -> None:
 
 
 def test_concurrent_ssh_requests_share_one_server(alone: Alone) -> None:
-    """Ten concurrent set-ups start only one server. If ten clean-ups run at the same time as another set-up, the server
-    keeps running.
-    """
     key = alone.key.with_suffix(".pub").read_text()
     alone.agent(f"await asyncio.gather(*(ssh(agent, 'setup', SshParams(f'bosh_n{{i}}', {key!r})) for i in range(10)))")
     assert len(alone.servers()) == 1

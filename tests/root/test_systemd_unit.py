@@ -1,4 +1,4 @@
-"""The systemd unit files are valid according to systemd-analyze."""
+"""Tests that the systemd unit files are valid according to systemd-analyze."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.root
 
 UNIT = ROOT / "systemd" / "agent-shim.service"
 PROGRAMS = ("/opt/agent_shim/launch", "/opt/agent_shim/bin/agent-shim")
-"""Programs that exist only in the image. Before a unit is checked, they are replaced with /bin/true in its text."""
+"""Programs that exist only in the image. Before a unit is checked, /bin/true replaces them in its text."""
 
 
 def verify(directory: Path, text: str, name: str = UNIT.name) -> str:
@@ -37,5 +37,5 @@ def test_systemd_unit_is_valid(tmp_path: Path, name: str) -> None:
 
 
 def test_systemd_unit_check_detects_an_unknown_key(tmp_path: Path) -> None:
-    """This shows that ``test_systemd_unit_is_valid`` would notice a mistake in the unit file."""
+    """This shows that ``test_systemd_unit_is_valid`` would notice an error in the unit file."""
     assert "Unknown key" in verify(tmp_path, UNIT.read_text().replace("KillMode=", "KilMode="))

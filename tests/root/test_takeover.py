@@ -1,4 +1,4 @@
-"""A takeover from Debian's monit to this agent and back, during which the jobs' processes keep running."""
+"""Tests a takeover from Debian's monit to this agent and back, during which the jobs' processes keep running."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ def pod(pod: PodInstance) -> PodInstance:
 
 
 async def test_takeover_from_monit_and_back_restarts_no_process(pod: PodInstance) -> None:
-    """After two takeovers and two handbacks, all processes must still be those that monit started.
-
-    If a process dies while no supervisor is running, the agent must restart only this process.
-    """
+    """If a process dies while no supervisor is running, the agent must restart only this process."""
     machine = pod.machine
     leave_as_the_go_agent(machine)
     monit = start_monit(machine)
@@ -82,7 +79,7 @@ async def test_jobs_stopped_by_the_go_agent_stay_stopped(pod: PodInstance) -> No
     await pod.until("running")
 
 
-async def test_takeover_uses_the_stored_state_of_the_go_agent(pod: PodInstance) -> None:
+async def test_takeover_uses_the_go_agents_stored_state(pod: PodInstance) -> None:
     """The Go agent's state consists of the spec, the disk, an unfinished task, and settings from the Director that
     extend those from the CPI. A handback leaves the same files.
     """

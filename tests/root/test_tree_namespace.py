@@ -1,4 +1,4 @@
-"""Jobs that expect ``/var/vcap`` although the agent has another base directory.
+"""Tests jobs that expect ``/var/vcap`` although the agent has another base directory.
 
 The agent is tested as root and as an ordinary user, with and without an existing ``/var/vcap``, and without permission
 to create a mount namespace.
@@ -94,9 +94,6 @@ def until(tree: Path, state: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("kind", PREFIXES)
 def test_jobs_find_the_agents_base_directory_at_var_vcap(tmp_path: Path, kind: str) -> None:
-    """The machine's own ``/var/vcap`` must not change, and commands from outside the namespace must be able to connect
-    to the agent.
-    """
     before = listed()
     tmp_path.chmod(0o777)
     with agent(tmp_path, PREFIXES[kind]) as tree:

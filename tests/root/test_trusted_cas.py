@@ -1,4 +1,4 @@
-"""Trusted CAs are installed for TLS clients on the machine, and removed again."""
+"""Tests that trusted CAs are installed for TLS clients on the machine, and removed again."""
 
 from __future__ import annotations
 
@@ -70,8 +70,7 @@ def names(box: Machine) -> list[str]:
     return sorted(path.name for path in (box.root / PLACE).iterdir())
 
 
-def test_trusted_cas_replace_the_previous_ones(box: Machine, inside: Inside) -> None:
-    """CAs that belong to the image must stay."""
+def test_trusted_cas_replace_the_previous_cas(box: Machine, inside: Inside) -> None:
     (box.root / PLACE / "own.crt").write_text(THIRD.ca)
     assert inside(install(FIRST, SECOND)) is None
     assert names(box) == ["bosh-trusted-cert-1.crt", "bosh-trusted-cert-2.crt", "own.crt"]
@@ -87,9 +86,7 @@ def test_trusted_cas_replace_the_previous_ones(box: Machine, inside: Inside) -> 
 
 
 def test_invalid_trusted_ca_is_reported_and_skipped(box: Machine, inside: Inside) -> None:
-    """As with the Go agent, the valid CAs must be installed. If the invalid certificate were put into the bundle, some
-    clients could not read any certificate in it.
-    """
+    """If the invalid certificate were put into the bundle, some clients could not read any certificate in it."""
     bad = "-----BEGIN CERTIFICATE-----\nbm9uc2Vuc2U=\n-----END CERTIFICATE-----\n"
     said = inside(TELLING + install(FIRST, SECOND, between=bad).replace("return await", "await") + "\nreturn said")
 
@@ -99,9 +96,7 @@ def test_invalid_trusted_ca_is_reported_and_skipped(box: Machine, inside: Inside
 
 
 def test_unchanged_cas_are_not_installed_again(box: Machine, inside: Inside) -> None:
-    """Directors send the same CAs to every machine whenever settings change, so the agent skips those that are
-    installed.
-    """
+    """Directors send the same CAs to every machine whenever settings change."""
     inside(install(FIRST))
     before = (box.root / TRUSTED).stat()
     inside(install(FIRST))
@@ -124,9 +119,7 @@ def test_new_container_installs_the_trusted_cas_again(box: Machine, inside: Insi
 
 @pytest.mark.parametrize("were", [[], [SECOND]])
 def test_interrupted_ca_installation_is_completed(box: Machine, inside: Inside, were: list[Authority]) -> None:
-    """The agent was killed after it had changed the certificate files, but before the command updated the bundle. The
-    next request runs the command.
-    """
+    """The agent was killed after it had changed the certificate files, but before the command updated the bundle."""
     inside(install(*were))
     box.run(f"rm -f /{PLACE}/*")
     if not were:
@@ -139,7 +132,6 @@ def test_interrupted_ca_installation_is_completed(box: Machine, inside: Inside, 
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("tries", [1, 3])
 def test_hanging_ca_update_command_is_killed_and_retried(box: Machine, inside: Inside, tries: int) -> None:
-    """The request fails after the last attempt. The next request runs the command again."""
     (box.root / "mnt/fake").write_text("#!/bin/sh\ntrap '' TERM\necho $$ $* >>/mnt/calls\nsleep 1000\n")
     error = inside(install(FIRST, tries=tries, patience=0.2))
     calls = (box.root / "mnt/calls").read_text().splitlines()
@@ -156,14 +148,12 @@ def test_hanging_ca_update_command_is_killed_and_retried(box: Machine, inside: I
 
 @pytest.mark.usefixtures("fake")
 def test_ca_update_succeeds_at_the_second_attempt(box: Machine, inside: Inside) -> None:
-    """The command can fail for temporary reasons, so the agent must run it again."""
     (box.root / "mnt/fake").write_text("#!/bin/sh\n[ -e /mnt/once ] || { touch /mnt/once; echo no; exit 3; }\n")
 
     assert inside(install(FIRST)) is None
 
 
 def test_missing_ca_update_command_is_an_error_only_if_there_are_cas(box: Machine, inside: Inside) -> None:
-    """A request without CAs does not run the command."""
     box.run("mount --bind /dev/null /usr/sbin/update-ca-certificates")
     try:
         assert inside(install()) is None
@@ -175,7 +165,6 @@ def test_missing_ca_update_command_is_an_error_only_if_there_are_cas(box: Machin
 
 
 def test_unwritable_ca_directory_is_reported(box: Machine, inside: Inside) -> None:
-    """The error names the file. Containers with a read-only root file system have such a directory."""
     box.run(f"mount -o remount,ro /{PLACE}")
 
     error = inside(install(FIRST))

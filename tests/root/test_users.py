@@ -1,6 +1,4 @@
-"""The SSH users that the agent creates, and vcap's keys and password, on a test machine with its own /etc
-(``tests.support.machine``).
-"""
+"""Tests the SSH users that the agent creates, and vcap's keys and password, on a test machine with its own /etc."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ def groups_of(box: Machine, user: str) -> set[str]:
 
 
 def test_user_tools_in_a_test_machine_cannot_change_the_host(box: Machine) -> None:
-    """If these tools could write outside, a test could remove users or files of the machine on which the tests run."""
+    """If they could, a test might remove users or files from the machine on which the tests run."""
     homes = {line.split(":")[5] for line in (box.root / "etc/passwd").read_text().splitlines()}
 
     assert homes == {"/nonexistent", "/home/vcap"}
@@ -64,10 +62,6 @@ def test_user_tools_in_a_test_machine_cannot_change_the_host(box: Machine) -> No
 
 
 def test_ssh_user_without_the_bosh_prefix_is_created_but_not_removed(box: Machine, inside: Inside) -> None:
-    """As with the Go agent, any unused name is accepted, and the key is not validated.
-
-    A clean-up must remove only users with the prefix ``bosh_``.
-    """
     inside(setup("jane_doe", "public-key"))
     inside(setup("jane_doe", KEY))
 
@@ -80,8 +74,7 @@ def test_ssh_user_without_the_bosh_prefix_is_created_but_not_removed(box: Machin
 
 @pytest.mark.attack("a request passes an existing account or an option as the name of an SSH user")
 @pytest.mark.parametrize("user", ["root", "vcap"])
-def test_ssh_user_with_the_name_of_an_existing_account_is_rejected(box: Machine, inside: Inside, user: str) -> None:
-    """The existing account must not get any group or key."""
+def test_ssh_user_with_an_existing_accounts_name_is_rejected(box: Machine, inside: Inside, user: str) -> None:
     before = (groups_of(box, user), (box.root / "etc/passwd").read_text())
 
     assert inside(setup(user)) == (
@@ -91,7 +84,6 @@ def test_ssh_user_with_the_name_of_an_existing_account_is_rejected(box: Machine,
 
 
 def test_ssh_user_has_the_same_groups_home_and_modes_as_with_the_go_agent(box: Machine, inside: Inside) -> None:
-    """A second request for the same user replaces the key."""
     for key in ("ssh-rsa BBBB\n", KEY):
         inside(setup("bosh_abc", key))
 
@@ -113,9 +105,6 @@ def test_concurrent_ssh_requests_each_create_their_user(box: Machine, inside: In
 
 
 def test_ssh_cleanup_removes_matching_users(box: Machine, inside: Inside) -> None:
-    """The users' home directories must be removed too. Users without the prefix must stay, even if the pattern matches
-    them.
-    """
     for user in ("bosh_x1", "bosh_x2", "bosh_y1"):
         inside(setup(user))
 
@@ -164,9 +153,8 @@ def test_processes_of_a_removed_ssh_user_are_killed(box: Machine, inside: Inside
 
 
 def test_user_removal_kills_no_process_in_the_host_pid_namespace(box: Machine, inside: Inside) -> None:
-    """In the host's PID namespace, processes of other containers can have the same uid.
-
-    The agent recognizes this case because the root directory of PID 1 is not its own.
+    """In the host's PID namespace, other containers' processes can have the same uid. The agent recognizes this case
+    because the root directory of PID 1 is not its own.
     """
     inside(setup("bosh_seen"))
     box.run(
@@ -186,7 +174,6 @@ def test_user_removal_kills_no_process_in_the_host_pid_namespace(box: Machine, i
 
 
 def test_missing_group_leaves_no_partial_ssh_user(box: Machine, inside: Inside) -> None:
-    """The error names the group."""
     group = box.root / "etc/group"
     text = group.read_text()
     group.write_text("".join(line for line in text.splitlines(keepends=True) if not line.startswith("admin:")))
@@ -201,7 +188,7 @@ def test_missing_group_leaves_no_partial_ssh_user(box: Machine, inside: Inside) 
 
 
 def test_agent_without_useradd_or_root_creates_no_user(box: Machine, inside: Inside) -> None:
-    """useradd may be missing in a minimal image. An agent that is not root must say so before it changes anything."""
+    """useradd may be missing in a minimal image."""
     inside(setup("bosh_first"))
     box.run("mount --bind /dev/null /usr/sbin/useradd")
     try:
@@ -215,7 +202,7 @@ def test_agent_without_useradd_or_root_creates_no_user(box: Machine, inside: Ins
     assert "bosh_none" not in accounts(box)
 
 
-def test_authorized_keys_of_vcap_replace_the_previous_ones(box: Machine, inside: Inside) -> None:
+def test_vcap_authorized_keys_replace_the_previous_keys(box: Machine, inside: Inside) -> None:
     for keys in (["ssh-rsa AAAA", "ssh-rsa BBBB"], ["ssh-rsa CCCC", "ssh-rsa DDDD"]):
         inside(f"{USERS}await users.authorize_vcap({keys!r})")
 
@@ -224,7 +211,7 @@ def test_authorized_keys_of_vcap_replace_the_previous_ones(box: Machine, inside:
 
 
 @pytest.mark.attack("an SSH user replaces the directory or file for SSH keys with a link, a FIFO or another directory")
-def test_keys_of_vcap_are_not_written_through_a_link(box: Machine, inside: Inside) -> None:
+def test_vcap_keys_are_not_written_through_a_link(box: Machine, inside: Inside) -> None:
     """If root followed the link, vcap could make root create files in directories that only root may write to."""
     box.run("rm -rf /home/vcap/.ssh && mkdir -m 700 /etc/victim && ln -s /etc/victim /home/vcap/.ssh")
     try:
@@ -237,8 +224,8 @@ def test_keys_of_vcap_are_not_written_through_a_link(box: Machine, inside: Insid
 
 
 @pytest.mark.attack("an SSH user replaces the directory or file for SSH keys with a link, a FIFO or another directory")
-def test_keys_of_an_operator_are_not_written_through_a_link(box: Machine, inside: Inside) -> None:
-    """An operator who is set up a second time could have replaced the directory with a link to one of root's
+def test_operator_keys_are_not_written_through_a_link(box: Machine, inside: Inside) -> None:
+    """An operator whose user is set up a second time could have replaced the directory with a link to one of root's
     directories or to another user's keys.
     """
     inside(setup("bosh_sly"))
@@ -262,10 +249,10 @@ def test_keys_of_an_operator_are_not_written_through_a_link(box: Machine, inside
 
 @pytest.mark.attack("an SSH user replaces the directory or file for SSH keys with a link, a FIFO or another directory")
 @pytest.mark.parametrize("planted", ["mkfifo", "mkdir", "ln -s /etc/led-to"])
-def test_object_planted_at_the_path_of_authorized_keys_does_not_block_the_agent(
+def test_object_planted_at_the_authorized_keys_path_does_not_block_the_agent(
     box: Machine, inside: Inside, planted: str
 ) -> None:
-    """In the past, a FIFO at this path blocked each boot until a timeout."""
+    """Opening a FIFO at this path would block each boot until a timeout."""
     box.run("rm -rf /home/vcap/.ssh")
     as_vcap = "setpriv --reuid=vcap --regid=vcap --clear-groups"
     box.run(f"cd /home/vcap && {as_vcap} mkdir .ssh && {as_vcap} {planted} .ssh/authorized_keys.new")
@@ -278,9 +265,7 @@ def test_object_planted_at_the_path_of_authorized_keys_does_not_block_the_agent(
 
 @pytest.mark.attack("an SSH user replaces the directory or file for SSH keys with a link, a FIFO or another directory")
 def test_user_that_stops_the_key_writer_delays_the_agent_only_briefly(box: Machine, inside: Inside) -> None:
-    """A process of vcap sends SIGSTOP to the process that writes vcap's keys. In the past, the agent waited a minute
-    for each such process, and could create no other user in that time.
-    """
+    """A process that runs as vcap sends SIGSTOP to the process that writes vcap's keys."""
     stopping = box.popen([*AS_VCAP, "setsid", sys.executable, "-S", "-c", KILLING.replace("9", "19")])
     try:
         box.run("until pgrep -u vcap >/dev/null; do sleep 0.02; done")

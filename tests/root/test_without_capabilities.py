@@ -1,4 +1,4 @@
-"""Root without capabilities, as in a container that was started with ``--cap-drop=all``."""
+"""Tests root without capabilities, as in a container that was started with ``--cap-drop=all``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ POWERLESS = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")
 BOOT = "from agent_shim.daemon import boot\nawait boot.boot([boot.tree_step(Paths())])"
 
 
-def test_boot_without_capabilities_leaves_directories_to_root(box: Machine, inside: Inside) -> None:
-    """Without CAP_CHOWN, the boot creates its directories with the usual modes, but they belong to root. The agent must
-    log only once that it cannot change owners.
-
-    The agent must also be able to unpack bundles. A file that it cannot give to the right group must be readable only
-    by root.
+def test_boot_without_capabilities_leaves_directories_owned_by_root(box: Machine, inside: Inside) -> None:
+    """The agent must log only once that it cannot change owners. A file that it cannot give to the right group must be
+    readable only by root.
     """
     script = """
 import logging
@@ -49,7 +46,7 @@ return said
 
 def test_boot_with_capabilities_changes_owners(box: Machine, inside: Inside) -> None:
     """This shows that only the missing capability makes the owners differ in
-    ``test_boot_without_capabilities_leaves_directories_to_root``.
+    ``test_boot_without_capabilities_leaves_directories_owned_by_root``.
     """
     assert inside(BOOT) is None
     assert box.run("stat -c '%a %U:%G' /var/vcap/data/sys/log") == "750 root:vcap\n"

@@ -1,7 +1,7 @@
-"""If nginx's master process is killed, its workers keep the port open. The next master must nevertheless be able to
-listen on the port.
+"""Tests that nginx can listen on its port again after its master process was killed, although the old workers keep the
+port open.
 
-Uses Debian's nginx.
+The test uses Debian's nginx.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ http {{
 
 
 async def test_workers_of_a_killed_nginx_master_do_not_keep_its_port(world: JobTree) -> None:
-    """The supervisor must kill the workers, so that nginx gets the port at its first restart."""
     nginx = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
     assert nginx, "Debian's package nginx is needed"
     port = free_port()

@@ -1,4 +1,4 @@
-"""A real agent's reports about disks in status, metrics, vitals and errors. Needs root."""
+"""Tests a real agent's reports about disks in status, metrics, vitals and errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ async def metric(pod: PodInstance, name: str) -> float | None:
 
 
 async def test_migration_progress_is_shown_in_status_and_metrics(pod: PodInstance) -> None:
-    """``status`` and the metrics show the progress only while the worker copies files."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         pod.http = f"127.0.0.1:{free.getsockname()[1]}"
@@ -80,9 +79,6 @@ async def test_migration_progress_is_shown_in_status_and_metrics(pod: PodInstanc
 async def test_vitals_include_the_persistent_disk_while_it_is_mounted(
     pod: PodInstance, prefix: tuple[str, ...]
 ) -> None:
-    """The system disk and the ephemeral disk must always be included. All percentages, for space and for inodes, must
-    be strings.
-    """
     pod.prefix = prefix
     pod.attach("disk-1")
     await pod.start()
@@ -99,9 +95,7 @@ async def test_vitals_include_the_persistent_disk_while_it_is_mounted(
 
 
 async def test_vitals_include_a_volume_that_only_the_manifest_mounts(pod: PodInstance) -> None:
-    """A manifest mounts the volume at the store, but the Director has never requested it. The agent must report the
-    volume without writing to it.
-    """
+    """The Director has never requested the volume, so the agent must report it without writing to it."""
     (pod.scratch / "volume").mkdir()
     pod.seen["/var/vcap/store"] = pod.scratch / "volume"
     await pod.start()
@@ -113,7 +107,6 @@ async def test_vitals_include_a_volume_that_only_the_manifest_mounts(pod: PodIns
 
 
 async def test_start_is_refused_while_the_disk_is_missing(pod: PodInstance) -> None:
-    """The error and ``status`` must give the reason, and no job process may be running."""
     pod.attach("disk-1")
     await pod.start()
     await pod.run("mount_disk", "disk-1")
@@ -141,7 +134,7 @@ async def with_a_job_on_its_disk(pod: PodInstance) -> None:
     pod.machine.run("chown vcap:vcap /var/vcap/store; echo kept >/var/vcap/store/kept")
 
 
-@pytest.mark.attack("a job forges the marker of its disk")
+@pytest.mark.attack("a job forges its disk's marker")
 async def test_disk_marker_forged_by_vcap_is_ignored(pod: PodInstance) -> None:
     await with_a_job_on_its_disk(pod)
     as_vcap = "cd /var/vcap/store; setpriv --reuid=vcap --regid=vcap --clear-groups sh -ec"
@@ -161,7 +154,7 @@ async def test_disk_marker_forged_by_vcap_is_ignored(pod: PodInstance) -> None:
         assert markers.read(pod.volume("disk-1")) is not None, f"root's marker is back after {forged}"
 
 
-@pytest.mark.attack("a job forges the marker of its disk")
+@pytest.mark.attack("a job forges its disk's marker")
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
@@ -170,9 +163,9 @@ async def test_disk_marker_forged_by_vcap_is_ignored(pod: PodInstance) -> None:
         (Marker("disk-1", "store", instance="another"), "disk disk-1 belongs to another instance"),
     ],
 )
-async def test_wrong_disk_marker_prevents_the_start_of_jobs(pod: PodInstance, wrong: Marker, reason: str) -> None:
-    """A job that runs as root can forge any marker. The agent must then not mount the disk, and must start no job,
-    because jobs would write to the container's own file system.
+async def test_wrong_disk_marker_prevents_jobs_from_starting(pod: PodInstance, wrong: Marker, reason: str) -> None:
+    """A job that runs as root can forge any marker. If the agent started jobs without the disk, they would write to the
+    container's own file system.
     """
     await with_a_job_on_its_disk(pod)
     markers.write(pod.volume("disk-1"), wrong)
@@ -186,9 +179,9 @@ async def test_wrong_disk_marker_prevents_the_start_of_jobs(pod: PodInstance, wr
     assert not (pod.vcap / "data/sys/run/web/web.pid").exists()
 
 
-@pytest.mark.attack("a request names a directory that is not a disk")
-async def test_directory_of_the_container_is_not_accepted_as_a_disk(pod: PodInstance) -> None:
-    """If the agent accepted such a path as a disk, the store would contain files of the machine, and unmounting the
+@pytest.mark.attack("a request refers to a directory that is not a disk")
+async def test_container_directory_is_not_accepted_as_a_disk(pod: PodInstance) -> None:
+    """If the agent accepted such a path as a disk, the store would contain the machine's own files, and unmounting the
     disk would kill every job.
     """
     await pod.start()
