@@ -1,4 +1,4 @@
-"""Replies to ssh requests (fact A3 on the protocol page) that can be tested without root, and trusted certificates in
+"""``ssh`` requests (fact A3 on the protocol page) that can be tested without root, and trusted certificates in
 ``update_settings`` (A7).
 """
 

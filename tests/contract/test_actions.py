@@ -1,4 +1,4 @@
-"""What the actions of a deploy reply and change. A1 to A26 in test names refer to facts on the protocol page."""
+"""Replies and effects of the actions in a deploy. A1 to A26 in test names refer to facts on the protocol page."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ async def test_a10_apply_with_an_unknown_network_does_not_store_the_spec(world: 
     assert not world.paths.spec.exists()
 
 
-async def test_a10_loopback_network_of_create_env_needs_no_settings(world: LocalAgent) -> None:
+async def test_a10_create_env_loopback_network_needs_no_settings(world: LocalAgent) -> None:
     assert await world.value("apply", {"networks": {"local": {"ip": "127.0.0.1"}}}) == "applied"
 
 
@@ -225,7 +225,7 @@ async def test_a11_start_is_answered_before_processes_run(world: LocalAgent) -> 
     assert pidfile.exists()
 
 
-async def test_a11_start_writes_monit_files_in_reverse_and_removes_the_marker(world: LocalAgent) -> None:
+async def test_a11_start_writes_monit_files_in_reverse_order_and_removes_the_stopped_marker(world: LocalAgent) -> None:
     await deployed(world, "first", "second")
     await world.value("stop")
     assert (await world.value("get_state"))["job_state"] == "stopped"
@@ -242,10 +242,8 @@ async def test_a11_start_writes_monit_files_in_reverse_and_removes_the_marker(wo
 
 
 async def test_a11_start_updates_the_backup_before_its_reply(world: LocalAgent) -> None:
-    """The stopped marker has been removed from the backup by the time ``start`` is answered.
-
-    If the marker were still in the backup and the container exited right after the answer, the agent in the next
-    container would not start the jobs.
+    """If the backup still contained the stopped marker and the container exited right after the reply, the agent in the
+    next container would not start the jobs.
     """
     spec, stopped = (world.paths.mirror / path.name for path in (world.paths.spec, world.paths.stopped_marker))
     await deployed(world, "web")
@@ -260,8 +258,8 @@ async def test_a11_start_updates_the_backup_before_its_reply(world: LocalAgent) 
 
 
 async def test_a10_apply_is_saved_before_its_reply(world: LocalAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor's state is saved before ``apply`` is answered. In a new container, an agent without saved state
-    would start the jobs even though they had never been started.
+    """Without saved state, the agent in a new container would start the jobs even though they had never been
+    started.
     """
     monkeypatch.setattr(supervisor, "SAVE_DELAY_S", 60.0)
 
@@ -270,7 +268,7 @@ async def test_a10_apply_is_saved_before_its_reply(world: LocalAgent, monkeypatc
     assert supervisor.read_saved(world.paths.supervisor_state) is not None
 
 
-async def test_a10_apply_forgets_processes_of_the_previous_spec(world: LocalAgent) -> None:
+async def test_a10_apply_forgets_processes_from_the_previous_spec(world: LocalAgent) -> None:
     await deployed(world, "web")
     await world.value("start")
     await running(world)
@@ -284,7 +282,7 @@ async def test_a10_apply_forgets_processes_of_the_previous_spec(world: LocalAgen
 
 
 async def test_a11_too_large_monit_file_fails_only_its_job(world: LocalAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Monit files are parsed in a thread, because parsing a megabyte in the event loop used to block it for 17 s."""
+    """Monit files are parsed in a thread, because parsing a megabyte would block the event loop for seconds."""
     threads = set()
 
     def planned(files: Sequence[JobFile], **options: Any) -> tuple[plan.ProcessSpec, ...]:
@@ -309,8 +307,8 @@ async def test_a11_too_large_monit_file_fails_only_its_job(world: LocalAgent, mo
 
 
 async def test_a12_stop_terminates_all_processes_and_writes_stopped_marker_and_health_state(world: LocalAgent) -> None:
-    """The health state "stopped" is written before the reply, because bosh-dns would otherwise resolve names to the
-    instance until the next heartbeat.
+    """The health state must be written before the reply. Otherwise, bosh-dns would resolve names to the instance until
+    the next heartbeat.
     """
     await deployed(world, "web")
     await world.value("start")
@@ -328,8 +326,8 @@ async def test_a12_stop_terminates_all_processes_and_writes_stopped_marker_and_h
 
 
 async def test_a12_stop_with_an_older_protocol_returns_immediately(world: LocalAgent) -> None:
-    """Callers with an older protocol, such as the bosh CLI in create-env, get the reply before the jobs have stopped.
-    With protocol 3, the reply is sent once all jobs have stopped.
+    """Callers with an older protocol, such as the bosh CLI in create-env, get the reply before the jobs have
+    stopped.
     """
     gate = world.paths.base / "gate"
     slow = jobs.sleeper(world.paths, "web")
@@ -356,7 +354,7 @@ async def test_a12_stop_without_jobs_succeeds(world: LocalAgent) -> None:
     assert await world.value("stop", protocol=0) == "stopped"
 
 
-async def test_a13_drain_type_shutdown_or_update_is_accepted_and_status_is_rejected(world: LocalAgent) -> None:
+async def test_a13_drain_accepts_shutdown_and_update_but_not_status(world: LocalAgent) -> None:
     assert await world.value("drain", "shutdown") == 0
     assert world.asked == ["announce_shutdown"]
     assert await world.value("drain", "shutdown", {}) == 0
@@ -438,7 +436,7 @@ async def test_a14_scripts_inherit_no_variables_from_the_agent(tmp_path: Path, m
     assert [line for line in seen if line.startswith(("AGENT_SHIM_", "MALLOC_"))] == []
 
 
-async def test_a14_scripts_of_jobs_run_in_parallel(world: LocalAgent) -> None:
+async def test_a14_job_scripts_run_in_parallel(world: LocalAgent) -> None:
     meet = "#!/bin/sh\ntouch {here}\nwhile [ ! -e {there} ]; do sleep 0.01; done\n"
     here, there = world.paths.base / "here", world.paths.base / "there"
     await deployed(
@@ -541,9 +539,7 @@ async def test_a25_delete_arp_entries_never_fails(world: LocalAgent) -> None:
 async def test_a25_many_arp_entries_are_deleted_by_one_process(
     world: LocalAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All addresses are passed to a single ``ip`` process, which reads one command per line. Strings in the request
-    that are not addresses must not reach it.
-    """
+    """The ``ip`` process reads one command per line, so strings that are not addresses must not reach it."""
     given: list[str] = []
 
     async def run(*_: str, **options: Any) -> str:
@@ -560,7 +556,9 @@ async def test_a25_many_arp_entries_are_deleted_by_one_process(
 
 
 async def test_a25_flood_of_arp_requests_runs_one_program_at_a_time(world: LocalAgent) -> None:
-    """Each program uses four file descriptors. Concurrent requests used to run all their programs at once."""
+    """Each program uses four file descriptors, so a flood of requests could exhaust them if the programs ran
+    concurrently.
+    """
 
     def opened() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))

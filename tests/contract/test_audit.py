@@ -59,9 +59,7 @@ async def test_audit_logs_a_request_that_is_answered_immediately(
 async def test_audit_logs_a_task_when_accepted_and_when_finished(
     world: LocalAgent, lines: list[dict[str, Any]]
 ) -> None:
-    """Both lines contain the task id, so that they can be correlated. The poll that fetched the result has its own
-    line.
-    """
+    """Both lines contain the task id, so that they can be correlated."""
     reply = await world.call("run_errand", "nope")
     task_id = reply["value"]["agent_task_id"]
     await world.run("get_task", task_id)
@@ -78,7 +76,6 @@ async def test_audit_logs_a_task_when_accepted_and_when_finished(
 async def test_audit_logs_unknown_methods_and_unreadable_requests(
     world: LocalAgent, lines: list[dict[str, Any]]
 ) -> None:
-    """Long method names are truncated to 100 characters, and errors to 300."""
     await world.call("x" * 5000)
     await world.dispatcher.handle(b"{")
 
@@ -87,11 +84,9 @@ async def test_audit_logs_unknown_methods_and_unreadable_requests(
     assert (lines[1]["method"], lines[1]["result"]) == ("", "dropped")
 
 
-async def test_audit_duration_is_the_execution_time(
+async def test_audit_duration_excludes_the_time_in_the_queue(
     world: LocalAgent, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The duration excludes the time that a task waited in the queue."""
-
     async def work(agent: Any, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
@@ -118,15 +113,11 @@ async def test_audit_logs_the_reason_for_an_interrupted_task(
     assert [(line["result"], line.get("error")) for line in ends] == [("failed", "CancelledError")]
 
 
-@pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
+@pytest.mark.attack("a reader finds arguments, values or signed URLs in an audit record or an error")
 async def test_audit_contains_no_arguments_results_or_exception_texts(
     world: LocalAgent, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither the audit lines nor the rest of the log contain values from requests, because any value may be a secret,
-    even in a disk hint.
-
-    For a bug, only the code location is logged (``test_traceback_shows_the_code_location_but_no_untrusted_text``).
-    """
+    """Any value in a request, even in a disk hint, may be a secret."""
     caplog.set_level(logging.DEBUG)
 
     async def broken(agent: Any, secret: str) -> None:

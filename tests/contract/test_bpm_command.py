@@ -45,7 +45,7 @@ async def machine(base: Path) -> AsyncIterator[LocalAgent]:
 
 
 def deploy(base: Path, script: str, more: str = "") -> None:
-    """Write the files of the job ``web``, as a deploy would."""
+    """Write the ``web`` job's files, as a deploy would."""
     job = base / "vcap/jobs/web"
     (job / "config").mkdir(parents=True)
     (job / "bin").mkdir()
@@ -83,7 +83,6 @@ def _spawn(
 
 
 async def test_bpm_command_starts_lists_and_stops_a_process(tmp_path: Path) -> None:
-    """Starting a process that runs and stopping a process that does not run have no effect and succeed."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         assert await bpm(found, "list") == (0, "Name Pid Status\nweb  -   stopped\n", "")
@@ -126,7 +125,6 @@ async def test_bpm_command_prints_its_version(tmp_path: Path, line: str) -> None
     ],
 )
 async def test_bpm_command_errors_go_to_stderr_with_exit_code_1(tmp_path: Path, line: str, error: str) -> None:
-    """Unlike argument errors, these errors are printed without the usage text."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         status, out, err = await bpm(found, line.format(base=found.paths.base))
@@ -150,7 +148,6 @@ async def test_bpm_command_errors_go_to_stderr_with_exit_code_1(tmp_path: Path, 
 async def test_bpm_command_shows_usage_and_error_for_invalid_arguments(
     tmp_path: Path, line: str, usage: str, error: str
 ) -> None:
-    """The usage text and the error both go to stderr."""
     async with machine(tmp_path) as found:
         status, out, err = await bpm(found, line)
 
@@ -162,7 +159,6 @@ async def test_bpm_command_shows_usage_and_error_for_invalid_arguments(
 
 @pytest.mark.parametrize("line", ["help", "--help", "-h", "help start", "start --help", "start -h=1 web"])
 async def test_bpm_command_help_lists_commands_or_flags(tmp_path: Path, line: str) -> None:
-    """The help for a command lists its flags, and the general help lists all commands. Both go to stdout."""
     async with machine(tmp_path) as found:
         status, out, err = await bpm(found, line)
 
@@ -182,9 +178,6 @@ async def test_bpm_command_stop_succeeds_for_an_unknown_process(tmp_path: Path) 
 
 @pytest.mark.parametrize("spelling", ["-p worker web", "web -pworker", "web -p=worker", "web --process worker"])
 async def test_bpm_command_parses_flags_like_bpm(tmp_path: Path, spelling: str) -> None:
-    """Flags may precede or follow the job name. A value may follow its flag directly, after a space or after an equals
-    sign.
-    """
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         config = tmp_path / "vcap/jobs/web/config/bpm.yml"
@@ -194,9 +187,6 @@ async def test_bpm_command_parses_flags_like_bpm(tmp_path: Path, spelling: str) 
 
 
 async def test_bpm_command_without_an_agent_fails(tmp_path: Path) -> None:
-    """For root, the error says that the agent cannot be reached. Other users get the original bpm's error that bpm
-    requires root, whether or not an agent runs.
-    """
     async with machine(tmp_path) as found:
         pass
     status, _, err = await bpm(found, "start web")
@@ -206,7 +196,6 @@ async def test_bpm_command_without_an_agent_fails(tmp_path: Path) -> None:
 
 
 async def test_bpm_command_list_reports_invalid_configurations(tmp_path: Path) -> None:
-    """Invalid configurations are reported on stderr, and the other jobs are still listed."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         other = tmp_path / "vcap/jobs/bad/config"
@@ -219,9 +208,6 @@ async def test_bpm_command_list_reports_invalid_configurations(tmp_path: Path) -
 
 
 async def test_bpm_command_run_shows_output_and_returns_the_exit_code(tmp_path: Path) -> None:
-    """The process's stdout and stderr are both shown and logged. The option ``-e`` sets environment variables, and no
-    pidfile is written.
-    """
     async with machine(tmp_path) as found:
         deploy(tmp_path, "echo out $NAME; echo err >&2; exit 7")
         failed = "Error: failed to run job-process: exit status 7 (exit status 7)\n"
@@ -233,13 +219,9 @@ async def test_bpm_command_run_shows_output_and_returns_the_exit_code(tmp_path: 
         assert not (found.paths.sys / "run/bpm/web/web.pid").exists()
 
 
-@pytest.mark.attack("text of a job sends control sequences to an operator's terminal")
+@pytest.mark.attack("text from a job sends control sequences to an operator's terminal")
 @pytest.mark.parametrize("terminals", [("stdout", "stderr"), ("stderr",), ("stdout",)], ids="+".join)
 async def test_bpm_command_run_escapes_output_for_a_terminal(tmp_path: Path, terminals: tuple[str, ...]) -> None:
-    """On a terminal, control characters in the process's output are shown as ``\\u`` escapes.
-
-    On a stream that is not a terminal, the output is passed on unchanged.
-    """
     async with machine(tmp_path) as found:
         orders = r"printf '\033]0;owned\007\n'"
         deploy(tmp_path, f"{orders}; {orders} >&2")
@@ -261,7 +243,7 @@ async def test_bpm_command_run_escapes_output_for_a_terminal(tmp_path: Path, ter
                 assert (found.paths.base / name).read_bytes() == b"\x1b]0;owned\x07\n"
 
 
-@pytest.mark.attack("text of a job sends control sequences to an operator's terminal")
+@pytest.mark.attack("text from a job sends control sequences to an operator's terminal")
 async def test_bpm_command_escapes_lists_and_errors(tmp_path: Path) -> None:
     """Names and values in a bpm.yml come from a release and may contain control characters, which must not reach a
     terminal.
@@ -285,7 +267,6 @@ async def test_bpm_command_escapes_lists_and_errors(tmp_path: Path) -> None:
 
 
 async def test_bpm_command_trace_covers_the_process_and_its_descendants(tmp_path: Path) -> None:
-    """``strace`` is called with the pid of each process. The command fails if ``strace`` is missing or fails."""
     async with machine(tmp_path) as found:
         deploy(tmp_path, "sleep 600 & exec sleep 600")
         assert (await bpm(found, "start web"))[0] == 0
@@ -320,11 +301,11 @@ async def test_bpm_command_run_kills_its_process_when_signalled(tmp_path: Path) 
         assert not any(is_alive(pid) for pid in started)
 
 
-def test_documented_table_of_bpm_keys_matches_the_code() -> None:
+def test_documented_bpm_keys_match_the_code() -> None:
     root = Path(__file__).resolve().parents[2]
 
     assert bpm_keys.table() in (root / "docs/bpm.md").read_text()
 
 
-def test_bpm_command_uses_the_control_socket_of_the_agent() -> None:
+def test_bpm_command_uses_the_agents_control_socket() -> None:
     assert Paths().base / bpm_cli.SOCKET == Paths().control_socket

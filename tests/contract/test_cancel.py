@@ -24,7 +24,7 @@ def started(world: LocalAgent) -> Path:
 
 
 async def deployed(world: LocalAgent, **scripts: str) -> None:
-    """Apply a job ``web`` with only these scripts."""
+    """Apply a ``web`` job with only these scripts."""
     store = Path(world.agent.settings.current.blobstore.options["blobstore_path"])
     files = {f"bin/{name.replace('_', '-')}": text for name, text in scripts.items()}
     assert await world.value("apply", jobs.spec(store, {"web": {"monit": "", **files}})) == "applied"
@@ -41,7 +41,7 @@ async def task_of(asked: Awaitable[dict[str, Any]]) -> str:
     return task_id
 
 
-async def test_a15_cancelling_an_errand_ends_all_its_processes(world: LocalAgent, started: Path) -> None:
+async def test_a15_cancelling_an_errand_terminates_all_its_processes(world: LocalAgent, started: Path) -> None:
     await deployed(world, run=FAMILY.format(started=started))
     task_id = await task_of(world.call("run_errand"))
     child = await until(lambda: number_in(started))
@@ -50,7 +50,7 @@ async def test_a15_cancelling_an_errand_ends_all_its_processes(world: LocalAgent
     assert not is_alive(child)
 
 
-async def test_a13_cancelling_a_drain_ends_all_its_processes(world: LocalAgent, started: Path) -> None:
+async def test_a13_cancelling_a_drain_terminates_all_its_processes(world: LocalAgent, started: Path) -> None:
     await deployed(world, drain=FAMILY.format(started=started))
     task_id = await task_of(world.call("drain", "shutdown"))
     child = await until(lambda: number_in(started))
@@ -61,10 +61,8 @@ async def test_a13_cancelling_a_drain_ends_all_its_processes(world: LocalAgent, 
 
 @pytest.mark.parametrize("seconds", ["600", "-600", "-999999999999999999"])
 async def test_a13_cancelled_drain_stops_waiting(world: LocalAgent, started: Path, seconds: str) -> None:
-    """A drain script prints how many seconds to wait. Cancelling the task cuts this wait short.
-
-    A negative number also asks the agent to run the script again after the wait, which must not happen after a
-    cancellation.
+    """A drain script prints how many seconds to wait. A negative number also asks the agent to run the script again.
+    This must not happen after a cancellation.
     """
     await deployed(world, drain=f"#!/bin/sh\necho $$ >{started}; echo {seconds}\n")
     task_id = await task_of(world.call("drain", "shutdown"))
@@ -75,7 +73,6 @@ async def test_a13_cancelled_drain_stops_waiting(world: LocalAgent, started: Pat
 
 
 async def test_e10_errand_that_is_cancelled_in_the_queue_never_runs(world: LocalAgent, started: Path) -> None:
-    """The tasks that were queued before and after the cancelled one are still executed."""
     begun, gate = started.with_name("begun"), started.with_name("gate")
     pre_start = f"#!/bin/sh\necho $$ >{started}; until [ -e {gate} ]; do sleep 0.02; done\n"
     await deployed(world, run=f"#!/bin/sh\necho $$ >>{begun}\n", pre_start=pre_start)

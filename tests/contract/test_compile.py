@@ -1,4 +1,4 @@
-"""Tests what compile requests return and change. A16 and A17 in test names refer to facts in docs/protocol.md."""
+"""Replies and effects of compile requests. A16 and A17 in test names refer to facts on the protocol page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LINKS = "$(dirname $BOSH_INSTALL_TARGET)"
 
 
 def source(world: LocalAgent, packaging: str, **files: str) -> tuple[str, str]:
-    """Store the source of a package in the blobstore. Return the blob's id and digest."""
+    """Store a package's source in the blobstore. Return the blob's id and digest."""
     blob = jobs.blob(store_of(world), archive({"packaging": packaging, **files}))
     return blob["blobstore_id"], blob["sha1"]
 
@@ -100,10 +100,6 @@ async def test_a16_compile_returns_id_and_sha1_of_a_new_blob(world: LocalAgent) 
 
 
 async def test_a16_packaging_script_gets_its_documented_environment(world: LocalAgent) -> None:
-    """The script runs in the package's source directory with the same variables as under the Go agent.
-
-    ``TMPDIR`` is the agent's temporary directory, and ``PATH`` begins with the directory of the agent's programs.
-    """
     await compiled(world, 'echo "$0|$PWD|$PATH|$TMPDIR|$(umask)"; env | grep ^BOSH_ | sort; ls; cat', "hello")
 
     paths = world.paths
@@ -121,7 +117,7 @@ async def test_a16_packaging_script_gets_its_documented_environment(world: Local
 
 
 async def test_a16_compile_links_only_the_package_and_its_dependencies(world: LocalAgent) -> None:
-    """Links that earlier compilations have left are removed, because a script could use them by mistake."""
+    """If links from earlier compilations remained, a script could use them by mistake."""
     stray = world.paths.packages / "golang-1.19-linux"
     stray.mkdir()
     (stray / "compile.env").write_text("echo wrong")
@@ -173,7 +169,9 @@ def compressed(data: bytes, program: str) -> bytes:
 
 
 @pytest.mark.parametrize("program", ["bzip2", "xz", "zstd"])
-async def test_a16_source_in_another_compression_gives_a_gzipped_package(world: LocalAgent, program: str) -> None:
+async def test_a16_package_is_gzipped_if_its_source_uses_another_compression_format(
+    world: LocalAgent, program: str
+) -> None:
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")
     bare = gzip.decompress(archive({"packaging": "cp file $BOSH_INSTALL_TARGET", "file": "x"}))
@@ -185,7 +183,6 @@ async def test_a16_source_in_another_compression_gives_a_gzipped_package(world: 
 async def test_a17_compile_uses_signed_urls_and_headers_to_download_and_upload(
     world: LocalAgent, server: BlobServer
 ) -> None:
-    """The result is uploaded to the signed URL, so the reply contains only digests and no blob id."""
     tool, src = archive({"bin/tool": "x"}), archive({"packaging": f"{INSTALL} cp {LINKS}/pcre/bin/tool src"})
     server.blobs = {"/pcre": tool, "/src": src}
     request = {
@@ -226,7 +223,7 @@ async def test_a17_compile_uses_signed_urls_and_headers_to_download_and_upload(
 
 
 async def failed(world: LocalAgent, *arguments: Any) -> str:
-    """Try to compile a package ``p``, which must fail. Return the error without its constant prefix."""
+    """Try to compile a package ``p``. This must fail. Return the error without its constant prefix."""
     text = await world.error("compile_package", *arguments)
     found = re.fullmatch(r"Action Failed get_task: Task \S+ result: Compiling package p: (.*)", text, re.DOTALL)
     assert found is not None, text
@@ -234,7 +231,6 @@ async def failed(world: LocalAgent, *arguments: Any) -> str:
 
 
 async def test_a16_failed_packaging_script_is_reported_with_its_output(world: LocalAgent) -> None:
-    """Afterwards, neither the files that the script has installed nor its dependencies are left on disk."""
     packaging = INSTALL + "set +x; echo out; echo err >&2; exit 7"
     tool = dependency(world, "tool")
     text = await failed(world, *source(world, packaging), "p", "1", {"tool": tool})
@@ -246,8 +242,7 @@ async def test_a16_failed_packaging_script_is_reported_with_its_output(world: Lo
     assert leftovers(world) == []
 
 
-async def test_a16_long_packaging_output_is_truncated_at_a_line_start(world: LocalAgent) -> None:
-    """The error contains at most the last 10 KiB of each stream, while the logs contain everything."""
+async def test_a16_long_packaging_output_is_truncated_at_a_line_boundary(world: LocalAgent) -> None:
     packaging = "set +x; seq 100000; head -c 20000 /dev/zero | tr '\\0' é >&2; kill -9 $$"
     text = await failed(world, *source(world, packaging), "p", "1", {})
 
@@ -298,11 +293,10 @@ async def test_a16_compile_reports_a_result_that_cannot_be_stored(world: LocalAg
     assert leftovers(world) == []
 
 
-@pytest.mark.attack("a reader finds arguments, values or signed addresses in the audit line or an error")
+@pytest.mark.attack("a reader finds arguments, values or signed URLs in an audit record or an error")
 async def test_compile_does_not_leak_signed_urls_to_logs_or_repr(
     world: LocalAgent, server: BlobServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither the log nor the ``repr`` of the task and the package contain the URLs or their headers."""
     caplog.set_level("DEBUG")
     request: dict[str, Any] = {
         "package_get_signed_url": f"{server.url}/gone?sig=s3cr3t",
@@ -323,7 +317,7 @@ async def test_compile_does_not_leak_signed_urls_to_logs_or_repr(
     assert not any("s3cr3t" in said for said in (caplog.text, repr(task), repr(package)))
 
 
-async def test_compilation_keeps_the_packages_of_deployed_jobs(world: LocalAgent) -> None:
+async def test_compilation_keeps_packages_that_deployed_jobs_use(world: LocalAgent) -> None:
     wanted = jobs.spec(store_of(world), {"web": {"monit": ""}}, {"tool": {"bin/tool": "x"}})
     assert await world.value("apply", wanted) == "applied"
     paths = world.paths
@@ -392,7 +386,6 @@ async def begun(world: LocalAgent, packaging: str) -> tuple[str, int]:
 
 
 async def test_compilation_progress_is_reported(world: LocalAgent) -> None:
-    """The running task states the package, the current step and the start time."""
     task_id, _ = await begun(world, "sleep 600 & echo $! >{}; wait")
     task = world.agent.tasks.running
 
@@ -414,10 +407,7 @@ async def test_compilation_progress_is_reported(world: LocalAgent) -> None:
         "(setsid -f sh -c 'echo $$ >{}; exec sleep 600'); sleep 600",
     ],
 )
-async def test_cancelled_compilation_leaves_no_process_and_no_file(world: LocalAgent, packaging: str) -> None:
-    """The script's processes are killed even if they ignore SIGTERM, leave the session, drop their environment or are
-    orphaned.
-    """
+async def test_cancelled_compilation_leaves_no_processes_or_files(world: LocalAgent, packaging: str) -> None:
     task_id, child = await begun(world, packaging)
     try:
         assert await world.value("cancel_task", task_id) == "canceled"
@@ -443,9 +433,7 @@ async def test_processes_left_by_a_packaging_script_are_killed_when_it_exits(wor
 
 
 async def test_compiled_files_older_than_the_source_keep_their_modification_time(world: LocalAgent) -> None:
-    """Files with an older modification time than the source keep it. All others get the time of the source, so that
-    compiling again gives the same archive.
-    """
+    """All other files get the source's time, so that compiling again gives the same archive."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as packed:
         for name, text, when in (

@@ -1,4 +1,4 @@
-"""Parses and checks bpm.yml files from public BOSH releases."""
+"""Parse and check bpm.yml files from public BOSH releases."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ ENTRIES = corpus.entries("bpm")
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_check_of_corpus_bpm_files_gives_the_expected_verdict(
+def test_corpus_bpm_files_get_the_expected_verdict(
     entry: corpus.CorpusEntry, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``agent-shim check`` accepts valid files, and rejects the others with the location of the error."""
     verdict = check.main([entry.path], "bpm")
 
     out, errors = capsys.readouterr()
@@ -27,7 +26,6 @@ def test_check_of_corpus_bpm_files_gives_the_expected_verdict(
 
 
 def test_each_corpus_bpm_process_has_a_valid_executable() -> None:
-    """Each executable is an absolute path or a command in the job's PATH."""
     files = [config.parse(entry.text, origin=entry.file) for entry in ENTRIES if entry.is_accepted]
     processes = [process for file in files for process in file.processes]
 

@@ -1,4 +1,4 @@
-"""Parses monit files from public BOSH releases, compares the verdicts with those of monit 5.2.5, and renders the files
+"""Parse monit files from public BOSH releases, compare the verdicts with those of monit 5.2.5, and render the files
 again.
 """
 
@@ -17,10 +17,9 @@ ACCEPTED = [entry for entry in ENTRIES if entry.is_accepted]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_check_of_corpus_monit_files_agrees_with_monit(
+def test_corpus_monit_files_get_the_same_verdict_as_from_monit(
     entry: corpus.CorpusEntry, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``agent-shim check`` accepts files that monit loads, and rejects others with the location of the error."""
     verdict = check.main([entry.path], "monit")
 
     out, errors = capsys.readouterr()
@@ -33,7 +32,6 @@ def test_check_of_corpus_monit_files_agrees_with_monit(
 
 @pytest.mark.parametrize("entry", ACCEPTED, ids=str)
 def test_rendered_corpus_monit_file_is_equivalent(entry: corpus.CorpusEntry) -> None:
-    """Parsing the rendered file gives the same values and the same plan as the original."""
     file = parser.parse(entry.text, origin=entry.file)
 
     rendered = monit_render.render(file)
@@ -46,16 +44,13 @@ def test_rendered_corpus_monit_file_is_equivalent(entry: corpus.CorpusEntry) -> 
 
 @pytest.mark.parametrize("entry", ACCEPTED, ids=str)
 def test_corpus_monit_files_depend_only_on_existing_services_or_other_jobs(entry: corpus.CorpusEntry) -> None:
-    """Files that monit accepts contain neither duplicates nor cycles. Only files with a "stub-dep" verdict in the index
-    depend on services that are not in the file.
-    """
+    """Only files with a "stub-dep" verdict in the index depend on services that are not in the file."""
     problems = parser.problems([parser.parse(entry.text, origin=entry.file)])
 
     assert {problem.kind for problem in problems} == ({"missing"} if "stub-dep" in entry.verdict else set())
 
 
 def test_every_corpus_monit_process_can_be_supervised() -> None:
-    """Each process has a pidfile or a pattern, and a start program with an absolute path."""
     files = [parser.parse(entry.text, origin=entry.file) for entry in ACCEPTED]
     processes = [check for file in files for check in file.services if check.kind == "process"]
 

@@ -28,7 +28,7 @@ async def refused(world: LocalAgent, checksum: str | None) -> str:
     return text.partition(" result: ")[2].removeprefix(ARGUMENT)
 
 
-async def test_d1_a_bare_digest_is_a_sha1(world: LocalAgent) -> None:
+async def test_d1_digest_without_an_algorithm_is_a_sha1(world: LocalAgent) -> None:
     for wrong in (WRONG, SHA1.upper()):
         assert await refused(world, wrong) == (
             f"Payload corrupted. Checksum mismatch. Expected '{wrong}': "
@@ -54,7 +54,7 @@ async def test_d3_unknown_digest_algorithm_is_ignored_unless_it_is_the_only_one(
     assert await refused(world, f"md5:0123;{SHA1}") == ""
 
 
-async def test_d4_two_digests_of_one_algorithm_are_rejected(world: LocalAgent) -> None:
+async def test_d4_two_digests_with_the_same_algorithm_are_rejected(world: LocalAgent) -> None:
     assert await refused(world, f"{SHA1};sha1:{SHA1}") == (
         f"Multiple digests of the same algorithm 'sha1' found in digests '{SHA1};{SHA1}'"
     )
@@ -70,10 +70,8 @@ async def test_d5_null_digest_is_rejected(world: LocalAgent) -> None:
     assert (await refused(world, None)).startswith("Payload corrupted. Checksum mismatch. Expected 'null': ")
 
 
-async def test_invalid_digests_are_rejected_before_any_work(world: LocalAgent) -> None:
-    """Invalid digests are rejected even if the request would not fetch the blob, such as `sync_dns` with an old version
-    or `apply` with a spec that has no configuration hash.
-    """
+async def test_invalid_digests_are_rejected_even_if_the_blob_is_not_needed(world: LocalAgent) -> None:
+    """`sync_dns` with an old version and `apply` without a configuration hash fetch no blob."""
     world.paths.dns_records.parent.mkdir(parents=True, exist_ok=True)
     world.paths.dns_records.write_text('{"version": 5, "records": []}')
     archive = {"sha1": "a:b:c", "blobstore_id": "b"}
@@ -99,7 +97,7 @@ async def test_apply_rejects_a_package_without_a_digest(world: LocalAgent) -> No
     assert error.endswith("Persisting apply spec: package nginx: no digests have been provided")
 
 
-async def test_templates_without_id_and_digest_are_reported_like_the_go_agent_does(world: LocalAgent) -> None:
+async def test_templates_without_id_and_digest_cause_the_same_error_as_in_the_go_agent(world: LocalAgent) -> None:
     assert await world.value("apply", {"rendered_templates_archive": {"sha1": "", "blobstore_id": ""}}) == "applied"
 
     stored = (await world.value("get_state"))["rendered_templates_archive"]

@@ -1,4 +1,4 @@
-"""Replies of the disk actions to the Director and the CLI (facts A19 to A24), with directories as volumes.
+"""Replies that the disk actions send to the Director and the CLI (facts A19 to A24), with directories as volumes.
 
 Each volume is symlinked to its mount point instead of being mounted, so that no test changes the machine's mounts.
 ``tests/root`` tests real file systems.
@@ -25,14 +25,14 @@ def links(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def volume(world: LocalAgent, cid: str) -> dict[str, str]:
-    """Create the directory of a volume, and return the hint that a CPI would send for it."""
+    """Create a volume's directory, and return the hint that a CPI would send for it."""
     path = world.paths.base.parent / "volumes" / cid
     path.mkdir(parents=True)
     return {"path": str(path)}
 
 
 async def mounted(world: LocalAgent, cid: str) -> Path:
-    """Attach and mount a disk as the Director does. Return the directory of its volume."""
+    """Attach and mount a disk as the Director does. Return its volume's directory."""
     hint = volume(world, cid)
     assert await world.value("add_persistent_disk", cid, hint) == {}
     assert await world.value("mount_disk", cid) == {}
@@ -79,7 +79,7 @@ async def test_a22_migrate_disk_without_arguments_moves_all_files(world: LocalAg
     assert await world.value("list_disk") == ["disk-b"]
 
 
-async def test_a22_migrate_disk_accepts_the_names_of_both_disks(world: LocalAgent) -> None:
+async def test_a22_migrate_disk_accepts_the_old_and_new_disk_ids(world: LocalAgent) -> None:
     await mounted(world, "disk-a")
     await mounted(world, "disk-b")
 
@@ -116,9 +116,7 @@ async def test_disk_errors_match_the_go_agent(world: LocalAgent, method: str, ar
 
 
 async def test_disk_requests_reread_the_settings(world: LocalAgent) -> None:
-    """The settings that were read at boot may be outdated, because a CPI that attaches disks to a running VM writes the
-    settings just before the Director sends the request.
-    """
+    """A CPI that attaches disks to a running VM writes the settings just before the Director sends the request."""
     base = world.paths.base.parent
     write_settings(base, disks={"persistent": {"disk-a": volume(world, "disk-a")["path"]}})
 
@@ -146,7 +144,9 @@ async def test_disk_requests_reread_the_settings(world: LocalAgent) -> None:
         ),
     ],
 )
-async def test_a23_disk_hint_of_any_form_is_stored(world: LocalAgent, hint: Any, expected: dict[str, Any]) -> None:
+async def test_a23_disk_hints_are_stored_whatever_their_json_type(
+    world: LocalAgent, hint: Any, expected: dict[str, Any]
+) -> None:
     assert await world.value("add_persistent_disk", "disk-a", hint) == {}
 
     stored = json.loads(world.paths.disk_hints.read_bytes())["disk-a"]
@@ -177,18 +177,14 @@ async def test_a24_dynamic_disk_is_linked_as_a_task_and_unlinked_immediately(wor
 
 @pytest.mark.parametrize("hint", ["disk-d", "dev/vdb", {"path": "volume"}])
 async def test_a24_dynamic_disk_without_an_absolute_path_is_rejected_immediately(world: LocalAgent, hint: Any) -> None:
-    """The agent waits for a missing path to appear, but only if the path is absolute, because no other path could ever
-    appear.
-
-    The Go agent links to any string, even to one that is not a path.
-    """
+    """The agent waits for a missing path to appear, but a path that is not absolute can never appear."""
     error = await world.error("add_dynamic_disk", "disk-d", hint)
 
     assert error.endswith("named no path")
     assert not (world.paths.dynamic_disks / "disk-d").is_symlink()
 
 
-@pytest.mark.attack("a request names no disk")
+@pytest.mark.attack("a request contains no disk cid")
 @pytest.mark.parametrize("cid", ["", None])
 @pytest.mark.parametrize("method", ["mount_disk", "unmount_disk"])
 async def test_a21_disk_request_without_a_cid_changes_no_disk(world: LocalAgent, method: str, cid: str | None) -> None:
@@ -200,7 +196,7 @@ async def test_a21_disk_request_without_a_cid_changes_no_disk(world: LocalAgent,
     assert world.paths.store.resolve() == unmanaged
 
 
-@pytest.mark.attack("a request names no disk")
+@pytest.mark.attack("a request contains no disk cid")
 @pytest.mark.parametrize("cid", ["", None])
 async def test_a23_disk_without_a_cid_is_never_stored(world: LocalAgent, cid: str | None) -> None:
     hint = volume(world, "nameless")
@@ -214,8 +210,8 @@ async def test_a23_disk_without_a_cid_is_never_stored(world: LocalAgent, cid: st
 
 
 @pytest.mark.parametrize("hint", ["/dev/sdz", {"path": "/dev/disk/by-id/none"}])
-async def test_a20_mount_of_a_block_device_is_rejected_immediately_with_advice(world: LocalAgent, hint: Any) -> None:
-    """The agent does not wait for the device, because a container needs a directory that the CPI has mounted."""
+async def test_a20_mounting_a_block_device_is_rejected_immediately_with_advice(world: LocalAgent, hint: Any) -> None:
+    """A container needs a directory that the CPI has mounted, so waiting for the device would not help."""
     world.agent.disks.timeouts = DiskTimeouts(arrival=3600)
     await world.value("add_persistent_disk", "disk-a", hint)
 

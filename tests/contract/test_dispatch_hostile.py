@@ -1,4 +1,4 @@
-"""Hostile values at each position in the arguments of each action cause one error and no change, and the agent keeps
+"""A hostile value anywhere in an action's arguments causes one error and no change, and the agent keeps
 answering.
 """
 
@@ -156,12 +156,11 @@ def test_hostile_arguments_are_defined_for_each_action(world: LocalAgent) -> Non
     assert arguments(world).keys() == ACTIONS.keys()
 
 
-@pytest.mark.attack("a request is malformed, or has a value of another type")
+@pytest.mark.attack("a request is malformed, or has a value of the wrong type")
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=[pytest.mark.slow] * (name in WORKING)) for name in sorted(ACTIONS)]
 )
 async def test_hostile_arguments_cause_an_error_and_no_change(world: LocalAgent, method: str) -> None:
-    """The error has a limited length and an expected reason, and the next request is answered."""
     valid = arguments(world)[method]
     outside, before = sorted(world.paths.base.parent.iterdir()), tree(world)
     findings = []

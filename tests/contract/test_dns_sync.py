@@ -74,10 +74,6 @@ async def test_a27_dns_sync_with_a_wrong_version_or_digest_changes_nothing(
 async def test_a27_unavailable_dns_url_is_reported_without_signature_after_three_attempts(
     world: LocalAgent, server: BlobServer
 ) -> None:
-    """The error does not contain the URL's signature.
-
-    The pauses between the attempts take five seconds, during which the agent answers other requests.
-    """
     server.plan = ["500"] * 3
     asking = asyncio.create_task(world.error("sync_dns_with_signed_url", signed(server, records(7), 7)))
     assert await world.call("ping") == {"value": "pong"}

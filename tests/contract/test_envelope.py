@@ -1,4 +1,4 @@
-"""Format and error texts of the message envelope. Codes such as T5 and E11 refer to facts on the protocol page."""
+"""The message envelope's format and error texts. Codes such as T5 and E11 refer to facts on the protocol page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.world import LocalAgent, is_running
 UUID = re.compile(r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 
 
-@pytest.mark.attack("a request is malformed, or has a value of another type")
+@pytest.mark.attack("a request is malformed, or has a value of the wrong type")
 @pytest.mark.parametrize(
     "request_bytes",
     [
@@ -52,7 +52,7 @@ async def test_t5_json_that_go_tolerates_is_answered(world: LocalAgent) -> None:
         assert told in answer[1]
 
 
-async def test_t6_long_exception_keeps_head_and_tail_within_the_limit(world: LocalAgent) -> None:
+async def test_t6_long_exception_is_truncated_in_the_middle(world: LocalAgent) -> None:
     answer = await world.dispatcher.handle(json.dumps({"method": "get_task", "arguments": ["<é" * 400_000]}).encode())
     assert answer is not None
 
@@ -64,7 +64,7 @@ async def test_t6_long_exception_keeps_head_and_tail_within_the_limit(world: Loc
 
 
 async def test_t6_oversized_value_is_replaced_with_an_exception(world: LocalAgent) -> None:
-    """The spec fits into a request, but not into the reply to ``get_state``, which has further members."""
+    """The spec fits into a request, but not into the reply to ``get_state``, which contains additional members."""
     await world.value("apply", {"az": "x" * (wire.MAX_REPLY_BYTES - 300)})
 
     assert await world.call("get_state") == {"exception": {"message": "Response exceeded maximum allowed length"}}
@@ -81,7 +81,7 @@ async def test_t8_concurrent_tasks_get_ids_and_run_one_after_the_other(world: Lo
 
 
 @pytest.mark.parametrize("method", ["explode", "", "PING", "ping "])
-async def test_e1_unknown_method_is_an_exception(world: LocalAgent, method: str) -> None:
+async def test_e1_unknown_method_returns_an_exception(world: LocalAgent, method: str) -> None:
     assert await world.call(method) == {"exception": {"message": f"unknown message {method}"}}
 
 
@@ -93,11 +93,11 @@ async def test_a28_obsolete_actions_are_unknown(world: LocalAgent, method: str) 
     assert await world.call(method, {}) == {"exception": {"message": f"unknown message {method}"}}
 
 
-async def test_e1_missing_method_is_an_exception(world: LocalAgent) -> None:
+async def test_e1_missing_method_returns_an_exception(world: LocalAgent) -> None:
     assert await world.raw({}) == {"exception": {"message": "unknown message "}}
 
 
-async def test_e2_failed_immediate_action_is_an_exception(world: LocalAgent) -> None:
+async def test_e2_failed_immediate_action_returns_an_exception(world: LocalAgent) -> None:
     reply = await world.call("ssh", "explode", {})
 
     assert reply == {"exception": {"message": "Action Failed ssh: Unknown command for SSH method"}}
@@ -112,7 +112,7 @@ async def test_e3_get_task_returns_an_exception_for_a_failed_task(world: LocalAg
 
 
 @pytest.mark.parametrize("method", ["get_task", "cancel_task"])
-async def test_e4_unknown_task_is_an_exception(world: LocalAgent, method: str) -> None:
+async def test_e4_unknown_task_returns_an_exception(world: LocalAgent, method: str) -> None:
     assert await world.error(method, "nope") == f"Action Failed {method}: Task with id nope could not be found"
 
 
@@ -138,7 +138,6 @@ async def test_e6_surplus_arguments_are_ignored(world: LocalAgent) -> None:
 
 
 async def test_e7_member_names_are_case_insensitive_and_unknown_members_are_ignored(world: LocalAgent) -> None:
-    """The request on the protocol page is accepted in several spellings."""
     request = protocol.message("request")
     spellings = [
         request,
@@ -211,13 +210,12 @@ async def test_e9_every_poll_of_a_failed_task_returns_its_result(world: LocalAge
 
 
 async def test_e10_only_drains_errands_and_compilations_are_cancellable() -> None:
-    """The Go agent can cancel drains and errands. This agent can also cancel compilations."""
     cancellable = {name for name, action in ACTIONS.items() if asyncio.Event in action.injected.values()}
 
     assert cancellable == {"drain", "run_errand", "compile_package", "compile_package_with_signed_url"}
 
 
-async def test_e10_tasks_of_uncancellable_actions_cannot_be_cancelled_until_they_have_ended(world: LocalAgent) -> None:
+async def test_e10_uncancellable_task_rejects_cancellation_until_it_has_finished(world: LocalAgent) -> None:
     gate = world.paths.base / "gate"
     store = Path(world.agent.settings.current.blobstore.options["blobstore_path"])
     script = f"#!/bin/sh\nwhile [ ! -e {gate} ]; do sleep 0.02; done\n"
@@ -301,7 +299,8 @@ async def test_finished_task_uses_less_than_two_kilobytes_of_memory(world: Local
             while is_running(reply):
                 reply = await world.call("get_task", reply["value"]["agent_task_id"])
         gc.collect()
-        # Count only memory of the agent and asyncio, because threads of other tests may still run in this process.
+        # Count only the memory that the agent and asyncio use, because other tests' threads may still be running in
+        # this process.
         ours = [tracemalloc.Filter(True, f"*/{name}/*") for name in ("agent_shim", "asyncio")]
         largest = tracemalloc.take_snapshot().filter_traces(ours).statistics("lineno")
         assert sum(each.size for each in largest) < 200 * 1000, largest[:5]
@@ -309,7 +308,7 @@ async def test_finished_task_uses_less_than_two_kilobytes_of_memory(world: Local
         tracemalloc.stop()
 
 
-async def test_changes_by_an_action_are_backed_up_before_its_reply(world: LocalAgent) -> None:
+async def test_changes_made_by_an_action_are_backed_up_before_its_reply(world: LocalAgent) -> None:
     """If the container is stopped right after the reply, the agent in the next container must know about the change."""
     await world.value("add_persistent_disk", "cid", "/dev/sdx")
 
@@ -318,7 +317,7 @@ async def test_changes_by_an_action_are_backed_up_before_its_reply(world: LocalA
     assert copy.read_bytes() == world.paths.disk_hints.read_bytes()
 
 
-async def test_changes_by_an_action_are_backed_up_without_a_further_request(world: LocalAgent) -> None:
+async def test_changes_made_by_an_action_are_backed_up_without_another_request(world: LocalAgent) -> None:
     await world.call("add_persistent_disk", "cid", "/dev/sdx")
 
     copy = world.paths.mirror / "persistent_disk_hints.json"
@@ -326,7 +325,6 @@ async def test_changes_by_an_action_are_backed_up_without_a_further_request(worl
 
 
 async def test_stored_task_is_rerun_from_its_request_after_an_agent_restart(world: LocalAgent) -> None:
-    """An agent restart may interrupt the task, which is then run again from the stored request."""
     request = {"method": "update_settings", "arguments": [{"trusted_certs": ""}], "reply_to": "x", "protocol": 3}
     stored = world.dispatcher.resumed()
 

@@ -1,5 +1,6 @@
-"""Compares what this agent accepts and rejects with the Go agent, for thousands of mutated documents. The Go agent's
-verdicts are recorded in a table.
+"""This agent accepts and rejects the same documents as the Go agent.
+
+The Go agent's verdicts on thousands of mutated documents are recorded in a table.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def test_settings_that_the_go_agent_accepts_are_accepted(name: str) -> None:
         of_go += verdict in ("ok", "panic")
         try:
             parse(json.dumps(document).encode(), origin="the file")
-        except SettingsError as exc:  # any other exception would be our equivalent of a panic, and fails the test
+        except SettingsError as exc:  # any other exception is our equivalent of a panic, and fails the test
             if verdict in ("ok", "panic") and NEEDED not in str(exc):
                 differing.append(f"{words}: {exc}")
 
@@ -38,7 +39,7 @@ def test_settings_that_the_go_agent_accepts_are_accepted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", verdicts.TABLE["requests"])
-def test_requests_are_dropped_rejected_and_parsed_like_the_go_agent_does(name: str) -> None:
+def test_requests_are_dropped_rejected_and_parsed_as_in_the_go_agent(name: str) -> None:
     differing = [
         f"{words}: {answer} and not {verdict}"
         for words, document, verdict in verdicts.cases("requests", name)
@@ -49,11 +50,11 @@ def test_requests_are_dropped_rejected_and_parsed_like_the_go_agent_does(name: s
 
 
 @pytest.mark.parametrize(("text", "verdict"), verdicts.TABLE["bytes"])
-def test_barely_valid_json_is_decoded_like_go_does(text: str, verdict: str) -> None:
+def test_barely_valid_json_is_decoded_as_in_go(text: str, verdict: str) -> None:
     assert _answer(text.encode("latin-1")) == verdict
 
 
-def test_invalid_utf_8_is_replaced_like_go_does() -> None:
+def test_invalid_utf_8_is_replaced_as_in_go() -> None:
     request = wire.decode_request(b'{"method":"get_task","arguments":["a\xe2\x82b","\\ud800\\\\ud800\\ud83d\\ude00"]}')
 
     assert request.arguments == ["a\ufffd\ufffdb", "\ufffd\\ud800\U0001f600"]

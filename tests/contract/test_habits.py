@@ -1,4 +1,4 @@
-"""Parses the monit files of ``tests/releases``, whose own tests need root and take minutes."""
+"""Parse the monit files from ``tests/releases`` without running the tests there, which need root and take minutes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ JOBS = {
 }
 
 
-def test_corpus_of_release_patterns_has_at_least_twenty_monit_files() -> None:
+def test_release_pattern_corpus_has_at_least_twenty_monit_files() -> None:
     assert len(JOBS) >= 20
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_monit_files_with_common_release_idioms_are_parsed_completely(name: str) -> None:
-    """Parsing a monit file reports neither ignored statements nor problems."""
     read = parser.parse(JOBS[name], origin=name)
 
     assert read.ignored == ()

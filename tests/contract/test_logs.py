@@ -1,5 +1,5 @@
-"""Tests the requests for logs: ``bundle_logs`` and ``remove_file`` (A4), ``fetch_logs`` (A5), and
-``fetch_logs_with_signed_url`` (A6). The numbers are from docs/protocol.md.
+"""Requests for logs: ``bundle_logs`` and ``remove_file`` (A4), ``fetch_logs`` (A5), and ``fetch_logs_with_signed_url``
+(A6). The codes are from docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNIX_DAY = 86400
 
 @pytest.fixture(autouse=True)
 def trees(world: LocalAgent) -> None:
-    """Write a few files into the log directories of the jobs, of the agent and of the system."""
+    """Write a few files into the log directories that belong to the jobs, the agent and the system."""
     for place, names in (
         (world.paths.log, ["web/web.stdout.log", "web/sub/deep.log", "both"]),
         (world.paths.agent_log, ["current", "both"]),
@@ -62,7 +62,7 @@ async def fetched(world: LocalAgent, kinds: str, filters: Any = None) -> dict[st
 
 
 def scratch(world: LocalAgent) -> list[str]:
-    """Return all remaining temporary files. The directory for log bundles itself is left out."""
+    """Return all remaining temporary files, except the directory for log bundles."""
     below = [path for path in world.paths.tmp.rglob("*") if path != world.paths.bundled_logs]
     return sorted(str(path.relative_to(world.paths.tmp)) for path in below)
 
@@ -138,8 +138,8 @@ async def test_a5_missing_logs_give_an_empty_archive(world: LocalAgent) -> None:
     assert await fetched(world, "system") == {}
 
 
-@pytest.mark.attack("a job exposes other users' files through links or hard links in its log directory")
-async def test_a5_files_outside_the_logs_of_a_job_are_not_packed(world: LocalAgent) -> None:
+@pytest.mark.attack("a job exposes other users' files through symlinks or hard links in its log directory")
+async def test_a5_files_outside_a_jobs_log_directory_are_not_packed(world: LocalAgent) -> None:
     (world.paths.log / "web/secret.log").symlink_to(world.paths.settings_cache)
     (world.paths.log / "web/all").symlink_to(world.paths.bosh)
     os.mkfifo(world.paths.log / "web/pipe")
@@ -256,9 +256,6 @@ async def test_a4_unfetched_log_bundle_is_removed_after_a_day(world: LocalAgent)
 
 
 async def test_a4_log_bundles_are_created_one_by_one_without_delaying_requests(tmp_path: Path) -> None:
-    """Only one bundle is created at a time, but the agent answers other requests in the meantime. The Go agent answers
-    them only when the bundle is finished.
-    """
     packing, gate, most = 0, asyncio.Event(), 0
 
     async def work(request: protocol.Request, **_: object) -> protocol.Done:
@@ -284,7 +281,6 @@ async def test_a4_log_bundles_are_created_one_by_one_without_delaying_requests(t
 
 
 async def test_a4_remove_file_removes_a_temporary_file(world: LocalAgent) -> None:
-    """If the file is a symlink, the link is removed but not its target."""
     left, target, link = world.paths.tmp / "left", world.paths.base / "target", world.paths.tmp / "link"
     left.write_text("x")
     target.write_text("x")
@@ -297,7 +293,6 @@ async def test_a4_remove_file_removes_a_temporary_file(world: LocalAgent) -> Non
 
 @pytest.mark.attack("a request removes a file that is not a log archive")
 async def test_a4_remove_file_removes_nothing_outside_the_temporary_directory(world: LocalAgent) -> None:
-    """The Go agent, which runs as root, would remove any path with everything below it."""
     kept = await world.value("bundle_logs", {"log_type": "job"})
     outside = world.paths.base / "outside"
     outside.write_text("x")

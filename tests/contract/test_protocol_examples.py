@@ -1,4 +1,4 @@
-"""Sends the examples in ``docs/protocol.md`` through the real dispatch."""
+"""Send the examples in ``docs/protocol.md`` through the real dispatch."""
 
 from __future__ import annotations
 

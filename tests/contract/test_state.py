@@ -65,9 +65,7 @@ class _Cpu(msgspec.Struct):
 
 
 class _ReportedProcess(msgspec.Struct):
-    """A process in the reply to ``get_state``, with the types to which the bosh CLI decodes it. Its integers are
-    unsigned.
-    """
+    """A process in the reply to ``get_state``, with the types that the bosh CLI expects. Its integers are unsigned."""
 
     name: str
     state: str
@@ -124,7 +122,6 @@ async def test_s5_process_figures_have_types_that_the_cli_decodes(world: LocalAg
 
 
 async def test_s4_job_state_prefers_stopped_then_failing_then_running(world: LocalAgent) -> None:
-    """Without processes the job state is "running", as on a new instance."""
     seen = [(await world.value("get_state"))["job_state"]]
     await deployed(world, "good", bad={"monit": "check process bad with nonsense"})
     await world.value("start")
@@ -143,9 +140,6 @@ async def test_s4_job_state_prefers_stopped_then_failing_then_running(world: Loc
 
 
 async def test_s4_only_a_crashed_process_must_settle_before_it_counts_as_running(world: LocalAgent) -> None:
-    """After its first start, a process counts as running immediately, as with monit. After a crash, it counts as
-    running only once it has stayed up for a while.
-    """
     await deployed(world, "web")
     await world.value("start")
     await running(world)
@@ -161,9 +155,6 @@ async def test_s4_only_a_crashed_process_must_settle_before_it_counts_as_running
 
 @pytest.mark.parametrize("seconds", [3600, 0.2])
 async def test_s4_instance_is_starting_until_its_settling_time_is_over(tmp_path: Path, seconds: float) -> None:
-    """The settling time delays ``post-start``. monit causes a similar delay, because it first checks a new process in
-    its next cycle.
-    """
     async with made(tmp_path, env={"bosh": {"agent": {"settings": {"settling_time": seconds}}}}) as world:
         await deployed(world, "web")
         assert (await world.value("get_state"))["job_state"] == "running"  # no service is monitored yet
@@ -240,9 +231,7 @@ async def test_s6_dynamic_networks_get_their_addresses_only_at_apply(
 async def test_s6_first_apply_on_a_new_vm_replaces_the_previous_vms_address(
     world: LocalAgent, dynamic: Callable[[Address | None], None]
 ) -> None:
-    """The Director sends the address that the instance's previous VM reported (network_settings.rb). The agent must
-    replace it with its own address, which the Director then stores.
-    """
+    """The Director sends the address that the instance's previous VM reported (network_settings.rb)."""
     dynamic(Address("10.42.0.18", "255.255.255.0", "10.42.0.1"))
     of_former = {"type": "dynamic", "ip": "10.42.0.17", "netmask": "255.255.254.0", "gateway": "10.42.0.9"}
     of_this = {"type": "dynamic", "ip": "10.42.0.18", "netmask": "255.255.255.0", "gateway": "10.42.0.1"}

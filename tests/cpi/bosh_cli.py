@@ -2,7 +2,7 @@
 database.
 
 With `--json`, it prints one document, which contains tables, the output of `curl`, and lines. The last line is
-`Succeeded`, or `Exit code 1` after an error message. The member ``failing`` of the description maps each path or
+`Succeeded`, or `Exit code 1` after an error message. The description's ``failing`` member maps each path or
 command that the Director rejects to an HTTP status.
 """
 
@@ -22,7 +22,7 @@ class CliError(Exception):
 
 
 class _GoFlagsParser(argparse.ArgumentParser):
-    """Reports invalid arguments as go-flags does: as an error of the command, in the command's output format."""
+    """Reports invalid arguments as go-flags does: as a command error, in the command's output format."""
 
     def error(self, message: str) -> NoReturn:
         raise CliError(message)
@@ -136,10 +136,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def answer(argv: list[str], state: dict[str, Any], directory: Path, deployment: str) -> tuple[int, str]:
-    """Return the exit code and the output of a command that runs in ``directory``. ``deployment`` is the value of the
-    variable ``BOSH_DEPLOYMENT``, or empty. ``state`` is what the Director's database contains.
+    """Return the exit code and the output of a command.
+
+    ``state`` is the content of the Director's database, ``directory`` the working directory, and ``deployment`` the
+    value of `BOSH_DEPLOYMENT`, which may be empty.
     """
-    # Move global options behind the command, because argparse expects them there but the CLI accepts them before it.
+    # Move global options after the command. The CLI also accepts them before it, but argparse does not.
     while argv and argv[0] in ("-d", "-n", "--json"):
         taken = 2 if argv[0] == "-d" else 1
         argv = [*argv[taken:], *argv[:taken]]

@@ -122,13 +122,14 @@ def checked(raw: bytes) -> Object:
 
 
 class Killed(BaseException):
-    """Simulates that the CPI is killed: it does not handle this exception, so it neither cleans up nor responds."""
+    """Raised to simulate a kill. The CPI does not handle this exception, so it neither cleans up nor responds."""
 
 
 @contextmanager
 def killed_after(count: int) -> Iterator[list[str]]:
-    """Simulate that the CPI called in the block is killed as soon as its ``count``-th request has been processed. A
-    watch counts as one request.
+    """Simulate that the CPI is killed as soon as its ``count``-th request has been processed.
+
+    A watch counts as one request.
     """
     made: list[str] = []
     asked = ""

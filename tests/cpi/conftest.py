@@ -1,4 +1,4 @@
-"""Provide a new cluster for each test, and check that the CPI needs only the permissions that the Roles in deploy/cpi
+"""A new cluster for each test, and a check that the CPI needs only the permissions that the Roles in deploy/cpi
 grant.
 """
 
@@ -20,7 +20,7 @@ VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete", "WATCH": "watch
 
 @cache
 def allowed() -> frozenset[tuple[str, str]]:
-    """Return each verb and resource (its plural name) that the Roles allow."""
+    """Return all pairs of a verb and a resource (by its plural name) that the Roles allow."""
     texts = [file.read_text() for file in sorted((ROOT / "deploy/cpi").rglob("*.yaml"))]
     roles = [one for text in texts if "rbac.authorization" in text for one in yaml.safe_load_all(text)]
     rules = [rule for one in roles if one and one["kind"] in ("Role", "ClusterRole") for rule in one["rules"]]
@@ -52,7 +52,7 @@ def cluster(server: FakeApiServer) -> FakeCluster:
 
 @pytest.fixture
 def cpi(server: FakeApiServer, tmp_path: Path) -> CpiCalls:
-    """Return a CPI with short timeouts. Tests that wait for a timeout then take only seconds."""
+    """Return a CPI with short timeouts, so that tests that wait for a timeout take only seconds."""
     return CpiCalls(
         server,
         tmp_path,

@@ -1,8 +1,7 @@
-"""A small but strict fake of a Kubernetes API server with a kubelet. It checks names and labels, and simulates
-conflicts, watches, grace periods and claims.
+"""A small but strict fake of a Kubernetes API server with a kubelet.
 
-``FakeCluster`` stores the objects and simulates the scheduler and the kubelet. ``FakeApiServer`` speaks HTTP and
-injects faults into requests that match a pattern such as ``POST pods``.
+``FakeCluster`` stores and checks the objects, and simulates the scheduler and the kubelet. ``FakeApiServer`` speaks
+HTTP and injects faults into requests that match a pattern such as ``POST pods``.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Fault:
 
 @dataclass
 class FakeCluster:
-    """All objects of a cluster, and settings for how its kubelet treats pods."""
+    """All objects in a cluster, and settings for how its kubelet treats pods."""
 
     objects: dict[Key, Object] = field(default_factory=dict)
     events: list[tuple[int, str, Key, Object]] = field(default_factory=list)
@@ -266,7 +265,7 @@ class FakeCluster:
             self._store(key, _merge(pod, {"spec": spec, "status": status}), "MODIFIED")
 
     def _unmounted(self, pod: Object) -> Object:
-        """Return the status of a helper pod that unmounts a disk. If a VM uses the disk, the helper fails."""
+        """Return the status of a helper pod that unmounts a disk. The helper pod fails if a VM uses the disk."""
         is_busy = pod["metadata"]["labels"]["cpi.bosh.io/disk"] in self.busy_disks
         if not is_busy:
             return _running(pod, len(self.events))
@@ -373,8 +372,8 @@ class FakeApiServer:
         self._http = Quiet(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
         if tls:
-            # Perform the TLS handshake in the connection's own thread, so that a client whose handshake fails does not
-            # delay the others.
+            # Perform the TLS handshake in the connection's own thread, so that a failed handshake does not delay other
+            # clients.
             self._http.socket = tls.wrap_socket(self._http.socket, server_side=True, do_handshake_on_connect=False)
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self._http.server_port}"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
@@ -389,7 +388,7 @@ class FakeApiServer:
     def config(self, **more: Any) -> Object:
         """Return a CPI configuration for this server.
 
-        By default, disks are attached by recreation, because this exercises more of the CPI's code than the other ways.
+        By default, disks are attached by recreation, because this covers more of the CPI's code than the alternatives.
         """
         cluster = {"server": self.url, "token": self.token}
         agent = {"mbus": "nats://10.0.0.6:4222"}

@@ -1,4 +1,4 @@
-"""PodDisruptionBudgets of instance groups, tested against a fake API server."""
+"""PodDisruptionBudgets for instance groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def available(cluster: FakeCluster) -> list[int]:
     return [one["spec"]["minAvailable"] for one in cluster.of("poddisruptionbudgets").values()]
 
 
-def test_disruption_budget_follows_the_size_of_the_group(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_disruption_budget_follows_the_group_size(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vms = [cpi.create_vm("agent-1")]
     assert available(cluster) == [], "a single VM may be evicted"
     vms.append(cpi.create_vm("agent-2"))
@@ -37,9 +37,7 @@ def test_disruption_budget_follows_the_size_of_the_group(cpi: CpiCalls, cluster:
 def test_disruption_budget_is_unchanged_after_an_eviction(
     cpi: CpiCalls, cluster: FakeCluster, is_object_there: bool
 ) -> None:
-    """The budget must not shrink after an eviction. Otherwise, the next node could be drained before the Health Monitor
-    has recreated the evicted VM.
-    """
+    """If the budget shrank, the next node could be drained before the Health Monitor has recreated the evicted VM."""
     lost, *_ = (cpi.create_vm(agent) for agent in ("agent-1", "agent-2", "agent-3"))
     if is_object_there:
         cluster.patch(("pods", "bosh", lost), {"status": {"phase": "Failed", "reason": "Evicted"}})
@@ -69,8 +67,8 @@ def test_each_group_has_its_own_disruption_budget_unless_disabled(cpi: CpiCalls,
 def test_disruption_budget_is_skipped_if_unsupported_or_forbidden(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, capsys: pytest.CaptureFixture[str], status: int
 ) -> None:
-    """Kubernetes before 1.21 does not have this API, and the Roles of earlier CPI versions do not permit its use.
-    create_vm must succeed nevertheless.
+    """Kubernetes before 1.21 does not have this API, and the Roles shipped with earlier CPI versions do not permit its
+    use.
     """
     server.fail("GET poddisruptionbudgets", times=99, status=status, message="no budgets")
     if status == 404:
@@ -83,12 +81,9 @@ def test_disruption_budget_is_skipped_if_unsupported_or_forbidden(
     assert list(cluster.of("pods")) == [first]
 
 
-def test_disruption_budget_is_not_written_with_an_outdated_vm_count(
+def test_vms_are_counted_again_if_one_is_created_before_the_budget_is_written(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
 ) -> None:
-    """If another VM of the group is created after the CPI has counted the VMs and before it writes the budget, the CPI
-    must count again.
-    """
     for agent in ("agent-1", "agent-2"):
         cpi.create_vm(agent)
     server.fail("PATCH poddisruptionbudgets", on=lambda: cpi.create_vm("agent-4"))

@@ -57,7 +57,7 @@ def test_permanent_api_error_is_reported_and_not_retried(
 
 @pytest.mark.parametrize("cut", ["before", "after"])
 @pytest.mark.parametrize("plural", ["persistentvolumeclaims", "secrets", "pods"])
-def test_create_vm_survives_a_cut_connection(
+def test_create_vm_survives_a_dropped_connection(
     cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster, plural: str, cut: str
 ) -> None:
     """If only the response is lost, the retry must find the object that the first request created."""
@@ -69,12 +69,9 @@ def test_create_vm_survives_a_cut_connection(
     assert list(cluster.of("secrets")) == [vm]
 
 
-def test_create_vm_replacing_a_vm_survives_a_cut_connection(
+def test_create_vm_replacing_a_vm_survives_a_dropped_connection(
     cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster
 ) -> None:
-    """If an earlier create_vm has left a Secret or pod with different properties or disks, it must be replaced. This
-    must work even if the first response to the replacement is lost.
-    """
     vm, disk = cpi.create_vm(memory=64), cpi("create_disk", 64, {}, None)
     server.fail("POST secrets", cut="after", times=2)
     assert cpi.create_vm(memory=128) == vm
@@ -84,7 +81,9 @@ def test_create_vm_replacing_a_vm_survives_a_cut_connection(
     assert disk in manifests.disks_of(cluster.of("pods")[vm])
 
 
-def test_create_disk_with_a_known_request_id_survives_a_cut_connection(cpi: CpiCalls, server: FakeApiServer) -> None:
+def test_create_disk_with_a_known_request_id_survives_a_dropped_connection(
+    cpi: CpiCalls, server: FakeApiServer
+) -> None:
     vm = cpi.create_vm()
     first = cpi("create_disk", 64, {}, vm, request_id="cpi-111111")
     cpi("attach_disk", vm, first)
@@ -93,10 +92,8 @@ def test_create_disk_with_a_known_request_id_survives_a_cut_connection(cpi: CpiC
     assert cpi("create_disk", 64, {}, vm, request_id="cpi-111111") != first
 
 
-def test_reboot_vm_survives_a_cut_connection(cpi: CpiCalls, server: FakeApiServer) -> None:
-    """Only the response to the first request is lost, so the retry finds the helper pod already created and must use
-    it.
-    """
+def test_reboot_vm_survives_a_dropped_connection(cpi: CpiCalls, server: FakeApiServer) -> None:
+    """If only the response is lost, the retry must use the helper pod that the first request created."""
     cpi.write(server.config(disks={"attach": "live"}))
     vm = cpi.create_vm(tier="privileged")
     server.fail("POST pods", cut="after")
@@ -104,7 +101,7 @@ def test_reboot_vm_survives_a_cut_connection(cpi: CpiCalls, server: FakeApiServe
     cpi("reboot_vm", vm)
 
 
-def test_delete_vm_succeeds_although_responses_are_lost(
+def test_delete_vm_succeeds_even_if_responses_are_lost(
     cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster
 ) -> None:
     vm = cpi.create_vm()
@@ -153,8 +150,8 @@ def test_conflicting_patch_is_retried_with_the_new_version(
 
 
 def test_conflict_on_a_quota_is_retried(cpi: CpiCalls, server: FakeApiServer) -> None:
-    """If two objects are counted against a quota at the same time, the API server rejects one of them with a conflict.
-    The CPI must retry, and must not mistake this conflict for one with an existing object of the same name.
+    """The API server reports a conflict if two objects are counted against a quota at the same time. The CPI must not
+    mistake this conflict for one with an existing object of the same name.
     """
     server.fail("POST pods", times=2, status=409, message="Operation cannot be fulfilled on resourcequotas")
 
@@ -188,10 +185,7 @@ def test_objects_left_by_a_failed_create_vm_are_deleted_later(
     assert cluster.snapshot() == {}
 
 
-def test_token_file_is_read_again_after_the_token_was_rejected(cpi: CpiCalls, server: FakeApiServer) -> None:
-    """When the API server rejects the token, the client must read the token file again and retry the request with the
-    new token.
-    """
+def test_token_file_is_read_again_after_the_token_is_rejected(cpi: CpiCalls, server: FakeApiServer) -> None:
     file = cpi.file.with_name("token")
     file.write_text("old")
     config = server.config()
@@ -203,7 +197,7 @@ def test_token_file_is_read_again_after_the_token_was_rejected(cpi: CpiCalls, se
     assert len(server.requests) == 2
 
 
-def test_cut_or_expired_watch_is_restarted(cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster) -> None:
+def test_interrupted_or_expired_watch_is_restarted(cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster) -> None:
     server.fail("WATCH pods", times=2, cut="after")
     vm = cpi.create_vm()
     cluster.memory = 0
@@ -213,11 +207,11 @@ def test_cut_or_expired_watch_is_restarted(cpi: CpiCalls, server: FakeApiServer,
     assert cluster.snapshot() == {}
 
 
-def test_watch_continues_on_an_unchanged_object_in_a_busy_cluster(
+def test_watch_on_an_unchanged_object_continues_in_a_busy_cluster(
     cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster
 ) -> None:
-    """A watch must not start from the version of the watched object. In a busy cluster, the server soon forgets this
-    version and would then reject each watch with 410.
+    """A watch must not start from the watched object's version. In a busy cluster, the server soon forgets this version
+    and then rejects each such watch with 410.
     """
     cluster.memory = 30
     cluster.start_after_s = 1.5

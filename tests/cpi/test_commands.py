@@ -1,4 +1,4 @@
-"""The operator commands ``doctor`` and ``leftovers``."""
+"""The ``doctor`` and ``leftovers`` operator commands."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from tests.support.source import ROOT
 
 
 def command(cpi: CpiCalls, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """Run an operator command as a process. Return its standard output, or its standard error if there is none, and its
-    exit code.
+    """Run an operator command as a process. Return its output and its exit code.
+
+    The output is the standard output, or the standard error if the standard output is empty.
     """
     line = [sys.executable, "-m", "kubernetes_cpi", arguments[0], "--config", str(cpi.file), *arguments[1:]]
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=env)
@@ -36,7 +37,7 @@ def command(cpi: CpiCalls, *arguments: str, env: Mapping[str, str] | None = None
 # --- doctor -----------------------------------------------------------------------------------------------------------
 
 
-def test_cpi_doctor_checks_the_permissions_of_the_role() -> None:
+def test_cpi_doctor_checks_the_roles_permissions() -> None:
     role = next(yaml.safe_load_all((ROOT / "deploy/cpi/base/role.yaml").read_text()))
     groups = {
         resource + (f".{group}" if group else ""): " ".join(sorted(rule["verbs"]))
@@ -93,7 +94,7 @@ def test_cpi_doctor_suggests_a_change_for_each_obstacle(
     assert "ok       disks.attach         recreate; no live disks" in command(cpi, "doctor")[0]
 
 
-def test_cpi_doctor_reports_only_a_rejected_token(cpi: CpiCalls, server: FakeApiServer) -> None:
+def test_cpi_doctor_reports_nothing_else_if_the_token_is_rejected(cpi: CpiCalls, server: FakeApiServer) -> None:
     server.token = "another"
 
     out, code = command(cpi, "doctor")
@@ -109,8 +110,8 @@ def test_cpi_doctor_reports_only_a_rejected_token(cpi: CpiCalls, server: FakeApi
 class DirectorCli:
     """Installs a stand-in for the bosh CLI in PATH. The stand-in reports what the Director's database contains.
 
-    Each command runs the CLI about ten times, and starting an interpreter takes twenty times longer than starting a
-    shell. The stand-in is therefore a shell script that gets its answers from a thread of this process.
+    Each command runs the CLI about ten times, and a shell starts much faster than a Python interpreter. The stand-in is
+    therefore a shell script that gets its answers from a thread of this process.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -136,7 +137,7 @@ class DirectorCli:
             self._answered.write_text(f"{code}\n{output}")
 
     def close(self) -> None:
-        """Stop the thread. A thread that is waiting for a script that was killed remains until this process exits."""
+        """Stop the thread. If it waits for a script that was killed, it remains until this process exits."""
         with contextlib.suppress(OSError):
             os.close(os.open(self._asked, os.O_WRONLY | os.O_NONBLOCK))
 
@@ -161,9 +162,7 @@ def director(tmp_path: Path) -> Iterator[DirectorCli]:
 
 
 def leftovers(cpi: CpiCalls, director: DirectorCli, *arguments: str) -> tuple[str, int]:
-    """Run ``leftovers`` and return its output and exit code, like ``command``. It runs in this process, because
-    starting an interpreter takes longer than most of these tests.
-    """
+    """Run ``leftovers`` in this process and return its output and exit code, like ``command``."""
     out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.dict(os.environ, director.environment),
@@ -198,7 +197,7 @@ def test_leftovers_unknown_to_the_director_are_listed_and_deleted(
     assert set(cluster.of("persistentvolumeclaims")) == {f"data-{known}", disk, stray}
 
 
-def test_leftovers_exclude_objects_in_any_director_record(cpi: CpiCalls, director: DirectorCli) -> None:
+def test_leftovers_exclude_objects_in_the_directors_records(cpi: CpiCalls, director: DirectorCli) -> None:
     active, inactive, orphaned = (cpi.create_vm(f"agent-{n}") for n in range(3))
     attached, left_by_migration, dynamic, disk = (cpi("create_disk", 64, {}, None) for _ in range(4))
     cpi("attach_disk", active, left_by_migration)
@@ -325,7 +324,7 @@ def test_leftover_disks_are_kept_if_dynamic_disks_cannot_be_listed(cpi: CpiCalls
     assert "kubectl" not in out
 
 
-def test_leftovers_exclude_objects_of_another_director(
+def test_leftovers_exclude_another_directors_objects(
     cpi: CpiCalls, cluster: FakeCluster, director: DirectorCli
 ) -> None:
     vm = cpi.create_vm()

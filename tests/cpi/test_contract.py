@@ -1,5 +1,5 @@
-"""Check that requests and responses have the form that the Director's CPI specification (integration/cpi_spec.rb) and
-the bosh CLI require.
+"""Requests and responses have the form that the Director's CPI specification (integration/cpi_spec.rb) and the bosh CLI
+require.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def director(method: str, *arguments: Any, vm_api: bool = False, api_version: in
 
 
 def test_info_response_satisfies_the_director_and_the_cli() -> None:
-    """The response must contain `stemcell_formats`, which the CLI requires. The Director sends `info` without an
-    `api_version`, and the CLI sends it with version 1.
+    """The CLI requires `stemcell_formats`. The Director sends `info` without an `api_version`, but the CLI sends it
+    with version 1.
     """
     for raw in (
         director("info", api_version=None),
@@ -73,7 +73,7 @@ def test_info_response_satisfies_the_director_and_the_cli() -> None:
         assert response["result"]["stemcell_formats"] == ["kubernetes-light", "docker-light", "warden-light"]
 
 
-def test_cpi_calls_of_a_deployment_succeed(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_cpi_calls_made_for_a_deployment_succeed(cpi: CpiCalls, cluster: FakeCluster) -> None:
     def call(method: str, *arguments: Any, **more: Any) -> Any:
         response = cpi.answer(director(method, *arguments, **more))
         assert response["error"] is None, response
@@ -99,7 +99,7 @@ def test_cpi_calls_of_a_deployment_succeed(cpi: CpiCalls, cluster: FakeCluster) 
     assert cluster.snapshot() == {}
 
 
-def test_manual_network_sets_address_and_dns_of_the_pod(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_manual_network_sets_the_pods_address_and_dns(cpi: CpiCalls, cluster: FakeCluster) -> None:
     response = cpi.answer(director("create_vm", "agent-1", STEMCELL, {}, {"first": MANUAL}, [], ENV, vm_api=True))
 
     (pod,) = cluster.of("pods").values()
@@ -133,10 +133,8 @@ def test_invalid_cpi_arguments_are_rejected(cpi: CpiCalls, method: str) -> None:
 
 
 def test_cpi_config_properties_override_the_configuration(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """Properties in the request's context override the configuration file.
-
-    If several CPIs are configured, the Director adds the properties of the cpi-config entry to the context, next to its
-    own keys.
+    """If several CPIs are configured, the Director adds the cpi-config entry's properties to the request's context,
+    next to its own keys.
     """
     context = {"director_uuid": DIRECTOR, "request_id": "cpi-1", "namespace": "other", "disks": {"attach": "never"}}
     raw = {"method": "create_disk", "arguments": [64, {}, None], "context": context, "api_version": 3}

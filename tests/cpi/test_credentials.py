@@ -70,8 +70,7 @@ def test_exec_plugin_provides_the_token(tmp_path: Path) -> None:
     assert credentials.access(Cluster(kubeconfig=kubeconfig({"exec": given}))).token == "of-the-plugin"
 
 
-def test_exec_plugin_certificate_overrides_that_of_the_kubeconfig(tmp_path: Path) -> None:
-    """The private key must come from the plugin as well, because it belongs to the plugin's certificate."""
+def test_exec_plugin_certificate_overrides_the_kubeconfig_certificate(tmp_path: Path) -> None:
     given = plugin(tmp_path, """echo '{"status": {"clientCertificateData": "CERT", "clientKeyData": "KEY"}}'""")
     of_file = {"client-certificate-data": "b2xk", "client-key-data": "b2xk"}
 
@@ -111,7 +110,7 @@ def test_invalid_cluster_access_configuration_is_rejected(cluster: Cluster, word
         credentials.access(cluster)
 
 
-def test_service_account_of_the_pod_gives_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pod_service_account_gives_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in {"token": "mounted-token", "ca.crt": "CA", "namespace": "bosh\n"}.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(credentials, "SERVICE_ACCOUNT", tmp_path)
@@ -141,9 +140,7 @@ def authority() -> pki.Authority:
 def serving(
     authority: pki.Authority, directory: Path, *hosts: str, asks_client: bool = False
 ) -> Iterator[FakeApiServer]:
-    """Run a fake API server with TLS for ``hosts``. If ``asks_client`` is set, the server requires a client
-    certificate.
-    """
+    """Run a fake API server with TLS for ``hosts``. If ``asks_client`` is set, it requires a client certificate."""
     pair = authority.server(hosts=hosts)
     (directory / "server.pem").write_text(pair.certificate + pair.private_key)
     (directory / "ca.pem").write_text(authority.ca)
@@ -180,7 +177,9 @@ def test_api_server_certificate_is_verified(authority: pki.Authority, directory:
         assert len(server.requests) == 1, "the token was given to a stranger"
 
 
-def test_api_server_certificate_may_have_the_configured_name(authority: pki.Authority, directory: Path) -> None:
+def test_api_server_certificate_is_verified_against_the_configured_name(
+    authority: pki.Authority, directory: Path
+) -> None:
     with serving(authority, directory, "api.example") as server:
         with pytest.raises(CpiFailedError, match="cannot trust the API server"):
             call(server, directory, token=server.token, ca=authority.ca)
@@ -211,7 +210,7 @@ def test_client_certificate_gives_access(authority: pki.Authority, directory: Pa
 
 
 @pytest.mark.parametrize("key", ["ca", "client_certificate"])
-def test_invalid_pem_of_a_credential_is_reported(authority: pki.Authority, directory: Path, key: str) -> None:
+def test_credential_with_invalid_pem_is_reported(authority: pki.Authority, directory: Path, key: str) -> None:
     refused = pytest.raises(CpiFailedError, match="cannot use the CA or client certificate")
     with serving(authority, directory, "127.0.0.1") as server, refused:
         call(server, directory, **{"token": server.token, "ca": authority.ca, key: "no PEM"})

@@ -1,6 +1,4 @@
-"""Persistent disks, tested against a fake API server: the four ways to attach a disk, and protection against data
-loss.
-"""
+"""Persistent disks: the four ways to attach a disk, and protection against data loss."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ def attachments(cluster: FakeCluster) -> list[str]:
 # --- disks at VM creation ---------------------------------------------------------------------------------------------
 
 
-def test_attach_of_a_disk_mounted_at_vm_creation_changes_nothing(
+def test_attaching_a_disk_mounted_at_vm_creation_changes_nothing(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
 ) -> None:
     first = cpi.create_vm()
@@ -68,8 +66,8 @@ def test_create_disk_does_not_wait_for_a_volume(cpi: CpiCalls, cluster: FakeClus
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_create_disk_without_a_size_is_rejected(cpi: CpiCalls, cluster: FakeCluster, size: int) -> None:
-    """The CPI must reject the size, because the API server would accept a claim of size 0 but never bind it."""
+def test_create_disk_with_a_size_below_one_is_rejected(cpi: CpiCalls, cluster: FakeCluster, size: int) -> None:
+    """The CPI must reject the size itself, because the API server would accept a claim of size 0 but never bind it."""
     with pytest.raises(CpiFailedError, match=f"disk of {size} MiB"):
         cpi("create_disk", size, {}, None)
 
@@ -77,9 +75,7 @@ def test_create_disk_without_a_size_is_rejected(cpi: CpiCalls, cluster: FakeClus
 
 
 def test_repeated_request_id_does_not_return_a_disk_in_use(cpi: CpiCalls) -> None:
-    """A Director chooses request ids at random, so two different requests may have the same id. If the first one's disk
-    is already in use, create_disk must create another disk.
-    """
+    """A Director chooses request ids at random, so two different requests may have the same id."""
     vm = cpi.create_vm()
     first = cpi("create_disk", 64, {}, vm, request_id="cpi-111111")
     assert cpi("create_disk", 64, {}, vm, request_id="cpi-111111") == first, "its answer was lost"
@@ -90,9 +86,7 @@ def test_repeated_request_id_does_not_return_a_disk_in_use(cpi: CpiCalls) -> Non
 
 
 def test_create_vm_does_not_mount_a_disk_that_another_vm_uses(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """In a create-swap-delete update, the Director passes the disk to create_vm while the old VM still uses it.
-    create_vm must then create the new VM without mounting the disk.
-    """
+    """In a create-swap-delete update, the Director passes the disk to create_vm while the old VM still uses it."""
     old = cpi.create_vm()
     disk = cpi.attached_disk(old)
 
@@ -122,7 +116,7 @@ def swapped(cpi: CpiCalls, way: str, **properties: object) -> tuple[str, str, st
 
 
 def shut_down(cluster: FakeCluster, vm: str) -> None:
-    """Simulate the Director's `shutdown` of a VM. From then on, no pod of this VM becomes ready."""
+    """Simulate a `shutdown` request to a VM. From then on, none of the VM's pods becomes ready."""
     running = cluster.of("pods")[vm]["status"]
     cluster.pod_status = lambda pod: running | UNREADY if pod["metadata"]["name"] == vm else None
 
@@ -132,9 +126,7 @@ def shut_down(cluster: FakeCluster, vm: str) -> None:
 def test_attach_deletes_the_pod_of_a_vm_that_was_shut_down(
     cpi: CpiCalls, cluster: FakeCluster, way: str, disk_type: str
 ) -> None:
-    """The attach must not wait for the old VM's pod, because this pod can never become ready again after a shutdown. An
-    earlier version of the CPI recreated that pod and then waited for it.
-    """
+    """The attach must not wait for this pod, because it can never become ready again after a shutdown."""
     old, new, disk = swapped(cpi, way, ephemeral_disk={"type": "claim"})
     if disk_type == "empty_dir":
         (data,) = [one for one in cluster.objects["pods", "bosh", old]["spec"]["volumes"] if one["name"] == "data"]
@@ -176,8 +168,8 @@ def test_attach_waits_until_a_vm_without_a_data_claim_reports_its_shutdown(
 def test_attach_succeeds_while_the_old_vm_is_being_deleted(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, moment: str
 ) -> None:
-    """The Director may delete the old VM of a create-swap-delete while the deploy still runs
-    (ScheduledOrphanedVMCleanup). attach_disk must succeed whenever the old VM disappears.
+    """The Director may delete the old VM in a create-swap-delete update while the deploy still runs
+    (ScheduledOrphanedVMCleanup).
     """
     old, new, disk = swapped(cpi, "live", ephemeral_disk={"type": "claim"})
     server.fail(f"{moment}.*{old[-16:]}", on=lambda: cpi("delete_vm", old))
@@ -189,7 +181,9 @@ def test_attach_succeeds_while_the_old_vm_is_being_deleted(
     assert cpi("get_disks", new) == [disk]
 
 
-def test_attach_takes_the_disk_of_a_vm_that_does_not_start_without_it(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_attach_succeeds_even_if_the_previous_vm_cannot_start_without_the_disk(
+    cpi: CpiCalls, cluster: FakeCluster
+) -> None:
     old, new, disk = swapped(cpi, "recreate")
     cluster.pod_status = lambda pod: unscheduled("no room") if pod["metadata"]["name"] == old else None
 
@@ -221,12 +215,10 @@ def test_unknown_disk_is_reported_as_missing(cpi: CpiCalls, cluster: FakeCluster
 
 
 @pytest.mark.parametrize("way", ["recreate", "live"])
-def test_only_one_of_two_concurrent_attaches_of_a_disk_succeeds(
+def test_attach_fails_if_another_vm_takes_the_disk_at_the_same_time(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, way: str
 ) -> None:
-    """A concurrent call for a second VM changes the claim after this call has read it and before this call changes it.
-    The second VM's pod mounts the disk only later, so this call can detect the conflict only from the claim.
-    """
+    """The second VM's pod has not mounted the disk yet, so only the claim shows the CPI that there is a conflict."""
     one, two = (cpi.create_vm(agent, attach=way, tier="privileged") for agent in ("agent-1", "agent-2"))
     disk = cpi("create_disk", 64, {}, one)
 
@@ -258,7 +250,6 @@ def test_disk_of_a_deleted_vm_can_be_mounted_by_a_new_vm(cpi: CpiCalls, cluster:
 
 
 def test_reserved_disk_is_returned_by_create_disk(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """The reserved disk is enlarged if create_disk requests a larger one."""
     vm = cpi.create_vm(persistent_disk={"size": "64Mi"})
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
     settings = json.loads(base64.b64decode(cluster.of("secrets")[vm]["data"]["config.json"]))
@@ -326,8 +317,8 @@ def test_attach_by_recreation_replaces_the_pod(
 def test_attach_by_recreation_is_refused_if_impossible_or_unsafe(
     cpi: CpiCalls, cluster: FakeCluster, properties: Object, words: str
 ) -> None:
-    """Without a data claim, the agent's permanent credentials would be lost with the old pod, so the agent in the new
-    pod could not connect to the bus.
+    """Without a data claim, the agent in the new pod would not have its permanent credentials and could not connect to
+    the bus.
     """
     vm = cpi.create_vm(**properties)
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
@@ -350,7 +341,7 @@ def test_pod_that_fails_to_start_with_a_disk_is_restored_without_it(cpi: CpiCall
     assert holder(cluster, disk) is None
 
 
-def test_disk_migration_detaches_the_old_disk_without_a_recreation(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_disk_migration_detaches_the_old_disk_without_recreating_the_pod(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
     small, large = cpi("create_disk", 64, {}, vm), cpi("create_disk", 128, {}, vm)
     cpi("attach_disk", vm, small)
@@ -378,7 +369,7 @@ def test_disk_that_is_being_deleted_is_not_attached(cpi: CpiCalls, cluster: Fake
     cpi.refused("DiskNotFound", "attach_disk", two, disk)
 
 
-def test_lazily_detached_disk_is_attached_again_without_a_recreation(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_lazily_detached_disk_is_attached_again_without_recreating_the_pod(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
     disk = cpi.attached_disk(vm)
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
@@ -403,7 +394,7 @@ def test_attach_refuses_a_disk_still_mounted_by_a_vm_without_data_claim(cpi: Cpi
     assert disk not in mounts(cluster, new)
 
 
-def test_disk_in_use_by_a_foreign_pod_is_not_attached_or_deleted(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_disk_in_use_by_a_pod_that_is_not_a_vm_is_not_attached_or_deleted(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
     disk = cpi("create_disk", 64, {}, vm)
     volume = {"name": "disk", "persistentVolumeClaim": {"claimName": disk}}
@@ -422,7 +413,7 @@ POD_SECURITY = 'pods "attach-1" is forbidden: violates PodSecurity "baseline:lat
 
 
 def refuse_privileged(plural: str, body: Object) -> None:
-    """Reject privileged pods, as a namespace with the Pod Security level `baseline` does."""
+    """Reject privileged pods, as a namespace with the `baseline` Pod Security level does."""
     if plural == "pods" and ("hostPath" in str(body["spec"]) or "'privileged': True" in str(body["spec"])):
         raise RefusalError(403, "Forbidden", POD_SECURITY)
 
@@ -487,9 +478,6 @@ def test_default_attach_recreates_a_pod_that_keeps_its_address(
 def test_failed_admission_dry_run_disables_live_attach(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, status: int
 ) -> None:
-    """If the dry run fails, disks are not attached live. A VM of the tier `restricted` needs no dry run, because this
-    tier never permits live attachments.
-    """
     cpi.write(server.config(disks={}))
     server.fail("POST pods/attach", status=status, message="admission webhook does not support dry run")
     cpi.create_vm("agent-2", tier="restricted")
@@ -537,9 +525,6 @@ def test_live_attach_does_not_change_the_pod(cpi: CpiCalls, cluster: FakeCluster
 def test_failed_live_detach_changes_nothing(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, failure: str
 ) -> None:
-    """After a failed detach, `get_disks` must still list the disk, and the next attach must succeed. An earlier version
-    of the CPI deleted the attachment before the disk was unmounted.
-    """
     vm, other = live_vm(cpi), live_vm(cpi, "agent-2")
     disk = cpi("create_disk", 64, {}, vm)
     hint = cpi("attach_disk", vm, disk)
@@ -583,10 +568,10 @@ def test_manually_deleted_attachment_is_kept_while_its_disk_is_in_use(cpi: CpiCa
 
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_attach_helper_of_an_unmodified_stemcell_uses_the_agent_image(
+def test_helper_pods_for_an_unmodified_stemcell_use_the_agent_image(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, copy: bool
 ) -> None:
-    """The helper pods must get the agent's image, because the VM's image does not contain the agent's Python."""
+    """Helper pods need the agent's Python, which the VM's own image does not contain."""
     vm = cpi.create_vm(attach="live", tier="privileged", agent={"image": "registry.example/agent:1", "copy": copy})
     disk = cpi("create_disk", 64, {}, vm)
     spec = cluster.of("pods")[vm]["spec"]
@@ -654,7 +639,7 @@ def test_failed_live_attach_leaves_no_attachment(
 
 def test_live_disk_of_a_deleted_vm_is_mounted_by_its_replacement(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """In a resurrection, the Director calls delete_vm and then create_vm with the disk, without calling detach_disk in
-    between. The new VM must mount the disk nevertheless.
+    between.
     """
     old = live_vm(cpi)
     disk = cpi.attached_disk(old)
@@ -667,8 +652,8 @@ def test_live_disk_of_a_deleted_vm_is_mounted_by_its_replacement(cpi: CpiCalls, 
 
 
 def test_detached_disk_can_be_reused_once_its_container_has_exited(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """Another VM must be able to attach a detached disk as soon as the container of the old attachment pod has exited.
-    The kubelet removes the pod object only seconds later.
+    """The kubelet may take seconds to remove the pod object after the container has exited, but another VM must not
+    have to wait for that.
     """
     one, two = live_vm(cpi, "agent-1"), live_vm(cpi, "agent-2")
     disk = cpi.attached_disk(one)
@@ -693,9 +678,7 @@ def test_unmount_failure_on_the_node_is_reported_by_detach_disk(cpi: CpiCalls, c
 
 
 def test_recreated_vm_keeps_its_live_disks(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """The new pod may run on a different node, where the VM's live disks are not mounted, so they must be attached
-    again.
-    """
+    """The live disks must be attached again, because the new pod may run on a different node."""
     at_creation, live = (cpi("create_disk", 64, {}, None) for _ in range(2))
     old = live_vm(cpi, "agent-1", [at_creation], ephemeral_disk={"type": "claim"})
     cpi("attach_disk", old, live)
@@ -716,8 +699,8 @@ def test_recreated_vm_keeps_its_live_disks(cpi: CpiCalls, cluster: FakeCluster) 
 
 
 def _made_by_an_older_version(cluster: FakeCluster, vm: str) -> None:
-    """Change the VM's objects to look as if an older CPI version had created them, which mounted disks below
-    `/var/vcap/bosh`.
+    """Change the VM's objects as if an older CPI version, which mounted disks below `/var/vcap/bosh`, had created
+    them.
     """
     pod, secret = cluster.of("pods")[vm], cluster.of("secrets")[vm]
     kept = json.loads(base64.b64decode(secret["data"]["pod.json"]))
@@ -735,7 +718,7 @@ def places(cluster: FakeCluster, vm: str) -> list[str]:
     return [one["mountPath"] for one in cluster.of("pods")[vm]["spec"]["containers"][0]["volumeMounts"]]
 
 
-def test_vm_of_an_older_cpi_version_keeps_its_disk_paths(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_vm_from_an_older_cpi_version_keeps_its_disk_paths(cpi: CpiCalls, cluster: FakeCluster) -> None:
     first, second, third = (cpi("create_disk", 64, {}, None) for _ in range(3))
     vm = cpi.create_vm("agent-1", [first], attach="recreate")
     _made_by_an_older_version(cluster, vm)
@@ -753,9 +736,6 @@ def test_vm_of_an_older_cpi_version_keeps_its_disk_paths(cpi: CpiCalls, cluster:
 
 @pytest.mark.parametrize("way", ["at creation", "live"])
 def test_resumed_recreation_does_not_take_a_disk_from_another_vm(cpi: CpiCalls, cluster: FakeCluster, way: str) -> None:
-    """The interrupted recreation recorded both disks of the VM, but one of them has since been attached to another
-    VM.
-    """
     vm, other = live_vm(cpi, ephemeral_disk={"type": "claim"}), live_vm(cpi, "agent-2")
     own, taken = (cpi("create_disk", 64, {}, None) for _ in range(2))
     cpi("attach_disk", vm, own)
@@ -799,7 +779,7 @@ def test_resize_disk_grows_a_claim_and_refuses_to_shrink_it(cpi: CpiCalls, clust
 
 
 @pytest.mark.parametrize("can_read", [True, False])
-def test_resize_disk_of_a_class_without_expansion_is_refused(
+def test_resize_disk_is_refused_if_the_storage_class_forbids_expansion(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, can_read: bool
 ) -> None:
     make_class(cluster, "fixed")
@@ -830,7 +810,6 @@ def test_update_disk_changes_size_and_attributes_but_not_the_class(
 
 
 def test_disk_snapshots_are_created_and_deleted(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """On a cluster without VolumeSnapshots, snapshot_disk must fail with the error "NotImplemented"."""
     disk = cpi("create_disk", 64, {}, None)
 
     snapshot = cpi("snapshot_disk", disk, {"deployment": "dep", "index": 0, "job": "zookeeper"})
@@ -851,5 +830,5 @@ def test_disk_snapshots_are_created_and_deleted(cpi: CpiCalls, cluster: FakeClus
 @pytest.mark.parametrize(
     ("quantity", "size"), [("64Mi", 64 << 20), ("2048Ki", 2 << 20), ("1.5G", 1_500_000_000), ("1Ei", 1 << 60), ("7", 7)]
 )
-def test_disk_size_is_read_in_any_unit(quantity: str, size: int) -> None:
+def test_disk_sizes_in_all_kubernetes_units_are_parsed(quantity: str, size: int) -> None:
     assert manifests.amount_of(quantity) == size

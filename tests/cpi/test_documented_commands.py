@@ -1,4 +1,4 @@
-"""Runs every command line in docs/cpi.md exactly as it is documented.
+"""Every command line in docs/cpi.md runs exactly as it is documented.
 
 bosh, kubectl and docker are replaced with stand-ins, which reject unknown options and missing files or objects. This
 project's own commands are real.
@@ -20,7 +20,7 @@ from tests.support.source import ROOT
 
 PAGE = (ROOT / "docs/cpi.md").read_text()
 ELLIPSIS = "…"
-"""A placeholder in the page for further options of a command."""
+"""The page's placeholder for additional command options."""
 VALUES = {"LEVEL": "baseline", "CID": "vm-bosh-0123456789abcdef", " N ": " node-1 ", "DIGEST": "a" * 64}
 
 DEV = f"""
@@ -53,8 +53,8 @@ esac
 
 
 def fenced() -> list[str]:
-    """Return the command lines of each code block. In a block with prompts, lines without a prompt are output and are
-    left out.
+    """Return the command lines of each code block. In a block with prompts, only the lines with a prompt are returned,
+    because the others are output.
     """
     blocks = []
     for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```$", PAGE, re.DOTALL | re.MULTILINE):
@@ -73,8 +73,8 @@ def in_prose() -> list[str]:
 
 @pytest.fixture
 def shell(cpi: CpiCalls, tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
-    """Return a function that runs a script in a directory that resembles a clone and contains the files that a reader
-    of the page has.
+    """Return a function that runs a script in a directory that resembles a clone and contains every file that the page
+    mentions.
     """
     director = DirectorCli(tmp_path)
     vm = cpi.create_vm()
@@ -102,9 +102,7 @@ def shell(cpi: CpiCalls, tmp_path: Path) -> Callable[[str], subprocess.Completed
 
 
 def test_documented_command_lines_are_found() -> None:
-    """At least one command line of each program must be found. Otherwise, a parser that overlooks command lines would
-    go unnoticed, because the other tests would still pass.
-    """
+    """If the parser missed command lines, the tests that run them would still pass."""
     found = "\n".join([*fenced(), *in_prose()])
     lines = ["kubectl apply -k deploy/cpi/privileged", "docker push ", "bosh create-env ", "bosh -d zookeeper deploy "]
     lines += ["./dev stemcell --light", "kubernetes_cpi leftovers --config cpi.json --delete", "kubernetes_cpi doctor"]

@@ -1,5 +1,5 @@
-"""The CPI's entry point writes exactly one response for each request, whatever the request contains and whatever the
-program prints.
+"""The CPI writes exactly one response for each request, whatever the request contains and whatever the program
+prints.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ REQUESTS = st.fixed_dictionaries(
 @example(raw=b"\xff\xfe")
 @example(raw=b"[" * 100_000)
 @example(raw=b'{"method":"info","arguments":' + b"[" * 100_000)
-def test_cpi_answers_any_bytes_with_one_response(raw: bytes) -> None:
+def test_cpi_answers_arbitrary_bytes_with_one_response(raw: bytes) -> None:
     checked(door.answer(raw, []))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(request=REQUESTS)
-def test_cpi_answers_any_request_with_one_response(cpi: CpiCalls, request: Any) -> None:
+def test_cpi_answers_every_request_with_one_response(cpi: CpiCalls, request: Any) -> None:
     cpi.server.cluster.objects.clear()
     checked(door.answer(json.dumps(request).encode(), ["--config", str(cpi.file)]))
 
@@ -61,15 +61,14 @@ def test_cpi_answers_any_request_with_one_response(cpi: CpiCalls, request: Any) 
 @example(request=b"null")
 @example(request=b'{"method":"info","arguments":[],"context":{}}')
 @example(request=b'{"method":"has_vm","arguments":["a"]}')
-def test_cpi_stdout_is_one_response_for_any_stdin(cpi: CpiCalls, request: bytes) -> None:
+def test_cpi_process_prints_one_response_whatever_stdin_contains(cpi: CpiCalls, request: bytes) -> None:
     done = start(request, "--config", str(cpi.file))
 
     checked(done.stdout)
     assert done.returncode == 0
 
 
-def test_cpi_log_has_a_line_with_the_duration_of_each_request(cpi: CpiCalls, server: FakeApiServer) -> None:
-    """Each request to the API server is logged with its duration. Operators see this log in `bosh task N --cpi`."""
+def test_cpi_logs_the_duration_of_each_api_request(cpi: CpiCalls, server: FakeApiServer) -> None:
     server.fail("POST pods", status=503)
 
     response, said = cpi.run(cpi.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV]))
@@ -81,8 +80,7 @@ def test_cpi_log_has_a_line_with_the_duration_of_each_request(cpi: CpiCalls, ser
 
 
 @pytest.mark.parametrize("redirection", ["0<&-", "2>&-", "0<&- 2>&-", "2>/dev/full"])
-def test_cpi_completes_a_call_with_closed_streams(cpi: CpiCalls, redirection: str) -> None:
-    """The CPI must respond even if its standard input is closed or it cannot write its log."""
+def test_cpi_responds_even_if_stdin_or_stderr_is_closed(cpi: CpiCalls, redirection: str) -> None:
     request = b'{"method":"has_vm","arguments":["a"]}'
     command = f'exec "$0" -m kubernetes_cpi --config "$1" {redirection}'
     done = subprocess.run(["sh", "-c", command, sys.executable, cpi.file], input=request, capture_output=True, cwd=ROOT)
@@ -115,7 +113,7 @@ def test_printed_text_does_not_reach_the_cpis_stdout() -> None:
 
 
 @pytest.mark.parametrize("kind", [KeyError, OSError, MemoryError, RecursionError, UnicodeError])
-def test_internal_error_of_the_cpi_becomes_a_response(
+def test_internal_cpi_error_becomes_a_response(
     cpi: CpiCalls, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: type[Exception]
 ) -> None:
     def broken(*_: object) -> None:

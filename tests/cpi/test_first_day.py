@@ -1,5 +1,5 @@
-"""Mistakes that first-time users make are rejected before a pod is created, or are reported with their cause within
-seconds.
+"""Configuration errors that first-time users make are rejected before a pod is created, or are reported with their
+cause within seconds.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ def test_create_vm_request_may_supply_the_bus_address(cpi: CpiCalls, server: Fak
 
 
 def test_unreachable_bus_is_reported_with_the_agents_message(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """create_vm must fail immediately. If it succeeded, the Director would wait ten minutes for the agent to answer its
-    ping.
-    """
+    """If create_vm succeeded, the Director would wait ten minutes for the agent to answer its ping."""
     line = '{"level": "warning", "message": "cannot connect to the bus at 10.0.0.7:4222: Connection refused"}'
     cluster.logs = lambda _: f"{line}\nother\n"
 
@@ -70,7 +68,7 @@ def test_unreachable_bus_is_reported_with_the_agents_message(cpi: CpiCalls, clus
         "cannot connect to the bus at 10.0.0.6:4222: the server refuses our certificate (TLSV1_ALERT)",
     ],
 )
-def test_create_vm_succeeds_although_the_bus_has_not_admitted_the_agent(
+def test_create_vm_succeeds_even_if_the_bus_has_not_admitted_the_agent(
     cpi: CpiCalls, cluster: FakeCluster, last: str
 ) -> None:
     first = "cannot connect to the bus at 10.0.0.6:4222: Connection refused"
@@ -96,7 +94,7 @@ def test_create_vm_succeeds_if_the_agents_log_does_not_mention_the_bus(
     assert cpi.create_vm() == VM
 
 
-def test_create_vm_does_not_check_the_bus_of_an_https_agent(
+def test_create_vm_does_not_check_the_bus_for_an_https_agent(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
 ) -> None:
     cpi.write(server.config() | {"agent": {"mbus": "https://u:password@0.0.0.0:6868"}})
@@ -207,9 +205,7 @@ def test_create_vm_reports_a_pod_that_does_not_become_ready(
 def test_vm_too_large_for_every_node_is_not_retryable(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, memory: int, node: str | None, words: str
 ) -> None:
-    """The error must not be retryable. Otherwise, the Director tries five times to create such a VM, which takes 170
-    seconds.
-    """
+    """If the error were retryable, the Director would try five times to create such a VM."""
     cpi.write(server.config() | {"timeouts": SHORT})
     cluster.pod_status = lambda _: unscheduled("0/2 nodes are available: 2 Insufficient memory.")
     for name, size in (("small", "1Gi"), ("large", node or "1Gi")):
@@ -225,12 +221,10 @@ def test_vm_too_large_for_every_node_is_not_retryable(
 
 
 @pytest.mark.parametrize(("code", "is_passing"), [(78, False), (70, True)])
-def test_exited_agent_is_retryable_unless_misconfigured(
+def test_agent_exit_is_retryable_unless_the_configuration_is_wrong(
     cpi: CpiCalls, cluster: FakeCluster, code: int, is_passing: bool
 ) -> None:
-    """If the agent exits with code 78, which means a wrong configuration, the error is not retryable. After any other
-    exit code it is, even if the container has exited twice before the kubelet's first back-off.
-    """
+    """Exit code 78 means that the configuration is wrong, so a retry cannot help."""
     ended = {"terminated": {"exitCode": code, "message": "agent-shim: cannot read settings"}}
     status = {"restartCount": 1, "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended}
     cluster.pod_status = lambda _: {"phase": "Running", "containerStatuses": [status]}

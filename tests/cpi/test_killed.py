@@ -1,6 +1,6 @@
-"""Kill each method after each of its requests and call it again. The result must be the same as without the kill.
+"""If the CPI is killed after any of its requests and is called again, the result is the same as without the kill.
 
-A call that is killed does not clean up and sends no further requests.
+A killed call does not clean up or send any more requests.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ def test_cpi_killed_after_any_request_succeeds_when_called_again(case: KillCase,
 def _outcome(case: KillCase, server: FakeApiServer, directory: Path, count: int) -> tuple[Any, bool]:
     """Make a call, kill it after ``count`` requests (0: do not kill it), and make the same call again.
 
-    Return the final response with all objects, and True if the first call was completed because it needed at most
-    ``count`` requests.
+    Return the final response with all objects, and True if the first call completed because it needed at most ``count``
+    requests.
     """
     cpi = CpiCalls(server, directory, timeouts={"retry": 2, "unmount": 2, "delete_vm": 2, "create_vm": 5, "resize": 2})
     method, arguments = case.prepare(cpi)
@@ -191,7 +191,7 @@ def _outcome(case: KillCase, server: FakeApiServer, directory: Path, count: int)
 def test_create_vm_killed_between_secret_and_pod_can_be_retried(
     server: FakeApiServer, cpi: CpiCalls, cluster: FakeCluster
 ) -> None:
-    """This test kills a real process with SIGKILL, whereas ``killed_after`` only simulates a kill."""
+    """Unlike ``killed_after``, this test sends SIGKILL to a real process."""
     request = cpi.request("create_vm", ["agent-1", STEMCELL, {}, DYNAMIC, [], ENV], request_id="cpi-654321")
     command = [sys.executable, "-m", "kubernetes_cpi", "--config", str(cpi.file)]
     process: list[subprocess.Popen[bytes]] = []

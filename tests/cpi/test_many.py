@@ -21,7 +21,7 @@ sys.stderr.write(open("/proc/self/status").read())
 """
 
 
-def test_many_concurrent_create_vm_calls_succeed_in_little_memory(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_many_concurrent_create_vm_calls_succeed_with_little_memory(cpi: CpiCalls, cluster: FakeCluster) -> None:
     cpi.write({**cpi.server.config(), "timeouts": {"create_vm": 60}})
     command = [sys.executable, "-c", MEASURED, "--config", str(cpi.file)]
     services = {"services": [{"name": "zk", "ports": [{"port": 2181}]}]}

@@ -104,9 +104,7 @@ def test_several_networks_in_one_nic_group_are_rejected() -> None:
 
 
 def test_dynamic_network_does_not_request_the_previous_vms_address() -> None:
-    """When the Director recreates a VM in a dynamic network, its request contains the address of the instance's
-    previous VM. The CPI must ignore this address, because the new VM cannot get it.
-    """
+    """When the Director recreates a VM, its request contains the previous VM's address, which the new VM cannot get."""
     given = {**MANUAL, "type": "dynamic", "default": ["dns"], "dns": ["10.0.0.2"]}
     found = networks.plan({"a": given}, Networks(cni="calico"))
 

@@ -33,7 +33,7 @@ def leaks(text: str) -> list[str]:
 
 
 def objects_as_text(cluster: FakeCluster) -> str:
-    """Return all objects of the cluster as text, without the data of Secrets."""
+    """Return all objects in the cluster as text, without the Secrets' data."""
     kept = {str(key): {**body, "data": None} for key, body in cluster.objects.items()}
     return json.dumps(kept)
 
@@ -80,9 +80,7 @@ def test_secrets_in_cluster_messages_are_not_passed_on(
     capfd: pytest.CaptureFixture[str],
     words: str,
 ) -> None:
-    """Messages of admission webhooks and kubelets may contain any text, including secrets of the VM, so the CPI must
-    redact them.
-    """
+    """Messages from admission webhooks and kubelets may contain any text, including the VM's secrets."""
     coded = base64.b64encode(words.encode()).decode()
     server.fail("POST secrets", times=9, status=422, message=f'Invalid value: "{words}", in base64 {coded}')
 
@@ -142,7 +140,7 @@ SHAPES = [
     '"{}\\q"',
     "{" * 9 + "{}",
 ]
-"""Common mistakes in credentials that come from files, shell variables, URLs or YAML."""
+"""Common errors in credentials that come from files, shell variables, URLs or YAML."""
 PLACES: list[tuple[str, str]] = [
     ("cluster.token", "{}"),
     ("cluster.client_key", "{}"),
@@ -164,10 +162,8 @@ PLACES: list[tuple[str, str]] = [
 def test_malformed_credentials_are_not_logged(
     cpi_with_secrets: CpiCalls, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: tuple[str, str], shape: str
 ) -> None:
-    """An error message must not quote the credentials that it complains about.
-
-    For example, `kubectl create token` and `--var-file` append a newline to a token. http.client rejects a header with
-    a newline, and its error quotes the header.
+    """`kubectl create token` and `--var-file` append a newline to a token. http.client rejects a header with a newline,
+    and its error quotes the header.
     """
     path, form = place
     given = form.format(shape.replace("{}", "CANARYwrong", 1))

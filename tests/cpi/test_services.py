@@ -1,4 +1,4 @@
-"""Services, Ingresses, NetworkPolicies and instance names, tested with a fake API server."""
+"""Services, Ingresses, NetworkPolicies and instance names."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ def target(cluster: FakeCluster, service: str) -> str:
     return str(cluster.of("services")[service]["spec"]["selector"]["cpi.bosh.io/vm"])
 
 
-def test_instance_name_points_to_the_newest_vm_of_the_instance(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """During a create-swap-delete update, an instance has two VMs. The instance's DNS name must then resolve to the
-    newer one.
-    """
+def test_instance_name_points_to_the_instances_newest_vm(cpi: CpiCalls, cluster: FakeCluster) -> None:
     old, new = (cpi.create_vm(agent) for agent in ("agent-1", "agent-2"))
     cpi("set_vm_metadata", old, METADATA)
 
@@ -123,7 +120,7 @@ def test_ingress_without_hosts_accepts_all_hosts_and_may_use_tls(cpi: CpiCalls, 
     assert made["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]["port"] == {"number": 8080}
 
 
-def test_network_policy_of_a_group_is_deleted_with_its_last_vm(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_group_network_policy_is_deleted_with_the_last_vm(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vms = [cpi.create_vm(agent, **POLICY) for agent in ("agent-1", "agent-2")]
 
     (policy,) = cluster.of("networkpolicies").values()
@@ -143,7 +140,7 @@ def test_network_policy_of_a_group_is_deleted_with_its_last_vm(cpi: CpiCalls, cl
     assert cluster.snapshot() == {}
 
 
-def test_network_policy_of_an_evicted_vm_is_found_by_its_secret(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_network_policy_for_an_evicted_vm_is_found_through_the_vms_secret(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm(**POLICY)
     cluster.delete(("pods", "bosh", vm), {"gracePeriodSeconds": 0})
 
@@ -152,7 +149,7 @@ def test_network_policy_of_an_evicted_vm_is_found_by_its_secret(cpi: CpiCalls, c
     assert cluster.snapshot() == {}
 
 
-def test_services_of_a_failed_vm_are_removed(cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer) -> None:
+def test_failed_create_vm_removes_its_services(cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer) -> None:
     server.fail("POST networkpolicies", status=403, message="may not")
 
     with pytest.raises(CpiFailedError, match="may not"):
@@ -162,7 +159,7 @@ def test_services_of_a_failed_vm_are_removed(cpi: CpiCalls, cluster: FakeCluster
 
 
 @pytest.mark.parametrize("plural", ["ingresses", "networkpolicies"])
-def test_service_of_another_director_is_not_adopted(cpi: CpiCalls, cluster: FakeCluster, plural: str) -> None:
+def test_another_directors_service_is_not_adopted(cpi: CpiCalls, cluster: FakeCluster, plural: str) -> None:
     cpi.create_vm("agent-1", **WEB, **POLICY)
     (name,) = cluster.of(plural)
     cluster.patch((plural, "bosh", name), {"metadata": {"labels": {"cpi.bosh.io/director": "another"}}})

@@ -32,8 +32,7 @@ def test_stemcell_cid_is_the_image_with_its_digest(properties: dict[str, Any]) -
     "reference",
     ["localhost/a", "localhost:5000/a/b", "REG.example:443/a__b/c-d:V_1", "10.0.0.1:5000/a", "ubuntu", "a/b:1"],
 )
-def test_image_reference_of_any_registry_is_accepted(reference: str) -> None:
-    """Each reference is tested with a digest, and also without one where the configuration allows mutable images."""
+def test_stemcell_image_may_come_from_any_registry(reference: str) -> None:
     lenient = Config(stemcells=Stemcells(allow_mutable_images=True))
 
     assert stemcells.create(Config(), None, {"image": f"{reference}@{DIGEST}"}) == f"{reference}@{DIGEST}"
@@ -68,14 +67,9 @@ def test_invalid_stemcell_image_is_rejected(properties: dict[str, Any], words: s
         (None, {}, None),
     ],
 )
-def test_vm_is_scheduled_to_nodes_of_its_stemcells_architecture(
+def test_vm_is_scheduled_to_nodes_with_its_stemcells_architecture(
     cpi: CpiCalls, cluster: FakeCluster, named: str | None, wished: dict[str, str], selector: dict[str, str] | None
 ) -> None:
-    """A Director may have stemcells for both architectures, so the pod must select nodes of its stemcell's
-    architecture.
-
-    If the cid names no architecture, as in older CPI versions, the pod may run on any node.
-    """
     pointers = {"image": f"registry.example/a:1@{DIGEST}"} | ({"architecture": named} if named else {})
     stemcell = cpi("create_stemcell", "/nothing", pointers, {})
     vm = cpi("create_vm", "agent-1", stemcell, {"node_selector": wished}, DYNAMIC, [], ENV)[0]

@@ -1,4 +1,6 @@
-"""No CPI method touches objects of another Director or objects that the CPI did not create, whatever they are named."""
+"""No CPI method touches another Director's objects or objects that the CPI did not create, whatever their names
+are.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +55,9 @@ DISK_CALLS: list[tuple[str, list[Any]]] = [
         ("persistentvolumeclaims", "Disk", DISK_CALLS),
     ],
 )
-def test_foreign_object_is_not_found_as_a_vm_or_disk(
+def test_object_not_created_by_the_cpi_is_reported_as_a_missing_vm_or_disk(
     cpi: CpiCalls, cluster: FakeCluster, plural: str, kind: str, calls: list[tuple[str, list[Any]]]
 ) -> None:
-    """The namespace may contain objects that the CPI did not create, for example the Secret with the CPI's own token.
-    The CPI must report such an object as not found, and must not change it.
-    """
     specs: dict[str, Object] = {"pods": POD, "persistentvolumeclaims": CLAIM}
     make(cluster, plural, "others", specs.get(plural))
     make(cluster, "persistentvolumeclaims", "data-others", CLAIM)
@@ -70,10 +69,8 @@ def test_foreign_object_is_not_found_as_a_vm_or_disk(
     assert cpi(f"has_{kind.lower()}", "others") is False
 
 
-def test_foreign_claim_named_like_a_data_claim_is_kept(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """delete_vm must not delete a claim of a StatefulSet. Such a claim may be named `data-postgres-0`, which resembles
-    the names of the CPI's data claims.
-    """
+def test_claim_named_like_a_data_claim_but_not_created_by_the_cpi_is_kept(cpi: CpiCalls, cluster: FakeCluster) -> None:
+    """A StatefulSet may have a claim named `data-postgres-0`, which resembles the names of the CPI's data claims."""
     make(cluster, "persistentvolumeclaims", "data-postgres-0", CLAIM)
     before = cluster.snapshot()
 
@@ -82,8 +79,10 @@ def test_foreign_claim_named_like_a_data_claim_is_kept(cpi: CpiCalls, cluster: F
     assert cluster.snapshot() == before
 
 
-def test_recreation_annotation_on_a_foreign_claim_is_ignored(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """If the CPI did not ignore the annotation, it would create a pod that mounts the disks named in the annotation."""
+def test_recreation_annotation_on_a_claim_not_created_by_the_cpi_is_ignored(
+    cpi: CpiCalls, cluster: FakeCluster
+) -> None:
+    """If the CPI trusted the annotation, it would create a pod that mounts the disks named in it."""
     disk = cpi("create_disk", 64, {}, None)
     noted = {"name": "data-others", "annotations": {"cpi.bosh.io/disks": json.dumps({"disks": [disk]})}}
     cluster.create(("persistentvolumeclaims", "bosh", "data-others"), {"metadata": noted, "spec": CLAIM})
@@ -96,7 +95,7 @@ def test_recreation_annotation_on_a_foreign_claim_is_ignored(cpi: CpiCalls, clus
 
 
 def test_manually_labelled_claim_can_be_used_as_a_disk(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """An operator can label a claim of restored storage by hand and then use it with `bosh attach-disk`."""
+    """An operator can label a claim for restored storage and then use it with `bosh attach-disk`."""
     make(cluster, "persistentvolumeclaims", "restored", CLAIM, **OURS, **{"cpi.bosh.io/kind": "disk"})
     vm = cpi.create_vm()
 
@@ -105,7 +104,7 @@ def test_manually_labelled_claim_can_be_used_as_a_disk(cpi: CpiCalls, cluster: F
     assert cpi("get_disks", vm) == ["restored"]
 
 
-def test_director_does_not_see_objects_of_another_director(cpi: CpiCalls, cluster: FakeCluster, tmp_path: Any) -> None:
+def test_director_does_not_see_another_directors_objects(cpi: CpiCalls, cluster: FakeCluster, tmp_path: Any) -> None:
     vm = cpi.create_vm()
     disk = cpi("create_disk", 64, {}, vm)
     snapshot = cpi("snapshot_disk", disk, {})
@@ -122,7 +121,7 @@ def test_director_does_not_see_objects_of_another_director(cpi: CpiCalls, cluste
     assert [other("has_vm", vm), other("has_disk", disk)] == [False, False]
 
 
-def test_live_attachment_of_another_director_is_kept(cpi: CpiCalls, cluster: FakeCluster, tmp_path: Any) -> None:
+def test_another_directors_live_attachment_is_kept(cpi: CpiCalls, cluster: FakeCluster, tmp_path: Any) -> None:
     vm = cpi.create_vm(attach="live", tier="privileged")
     disk = cpi.attached_disk(vm)
     before = cluster.snapshot()
@@ -137,7 +136,7 @@ def test_live_attachment_of_another_director_is_kept(cpi: CpiCalls, cluster: Fak
     ("plural", "labels"),
     [("services", {}), ("services", {**OURS, "cpi.bosh.io/kind": "service", "cpi.bosh.io/director": "another"})],
 )
-def test_create_vm_does_not_adopt_a_foreign_service(
+def test_create_vm_does_not_adopt_a_service_without_the_cpis_labels(
     cpi: CpiCalls, cluster: FakeCluster, plural: str, labels: dict[str, str]
 ) -> None:
     make(cluster, plural, "zk", {"ports": [{"port": 1}]}, **labels)
@@ -151,7 +150,9 @@ def test_create_vm_does_not_adopt_a_foreign_service(
 
 
 @pytest.mark.parametrize("plural", ["pods", "secrets", "persistentvolumeclaims"])
-def test_create_vm_does_not_adopt_a_foreign_object(cpi: CpiCalls, cluster: FakeCluster, plural: str) -> None:
+def test_create_vm_does_not_adopt_an_object_without_the_cpis_labels(
+    cpi: CpiCalls, cluster: FakeCluster, plural: str
+) -> None:
     vm = cpi.create_vm()
     cpi("delete_vm", vm)
     make(cluster, plural, f"data-{vm}" if plural == "persistentvolumeclaims" else vm, POD | CLAIM)

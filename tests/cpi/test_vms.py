@@ -1,4 +1,4 @@
-"""VMs, tested against a fake API server."""
+"""VMs, from create_vm to delete_vm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.source import ROOT
 
 def test_vm_is_created_rebooted_and_deleted(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """The pod must become ready without a bus connection, because the Director admits the agent to the bus only after
-    create_vm has returned (steps/create_vm_step.rb). A reboot must keep the data.
+    create_vm has returned (steps/create_vm_step.rb).
     """
     vm = cpi.create_vm()
 
@@ -62,11 +62,11 @@ def test_vm_settings_can_be_read_by_the_agent(cpi: CpiCalls, cluster: FakeCluste
 @pytest.mark.parametrize(
     "message", ['1 persistentvolumeclaim "data-x" not found.', "1 pod has unbound immediate PersistentVolumeClaims."]
 )
-def test_pod_waits_for_a_claim_that_the_scheduler_has_not_seen(
+def test_create_vm_keeps_waiting_if_the_scheduler_has_not_seen_the_claim(
     cpi: CpiCalls, cluster: FakeCluster, message: str
 ) -> None:
     """create_vm must not give up after `timeouts.unschedulable`, because the scheduler may not have seen the claim yet.
-    In this test, the claim is never seen, so create_vm waits until `timeouts.create_vm` has passed.
+    In this test, the scheduler never sees the claim, so create_vm waits until `timeouts.create_vm` has passed.
     """
     cluster.pod_status = lambda _: unscheduled(f"0/1 nodes are available: {message}")
 
@@ -101,9 +101,6 @@ def test_create_vm_cleans_up_if_the_cluster_rejects_an_object(
 def test_delete_vm_forces_deletion_on_an_unresponsive_node(
     cpi: CpiCalls, cluster: FakeCluster, capsys: pytest.CaptureFixture[str], is_secret: bool
 ) -> None:
-    """The deletion is also forced if the account may not read the node, because the CPI then cannot know whether the
-    node is alive.
-    """
     vm = cpi.create_vm(grace=0)
     if is_secret:
         cluster.create(("nodes", "", "node-1"), {"metadata": {"name": "node-1"}})
@@ -147,7 +144,8 @@ def test_create_vm_fails_if_the_pod_is_replaced_during_its_start(
 ) -> None:
     cluster.start_after_s = 0.3
     vm = names.cid("vm", "bosh", DIRECTOR, "agent-1")
-    server.fail("WATCH pods/", status=410, on=lambda: replaced(cluster, vm))  # the watch misses the end of the old pod
+    # The watch misses the deletion of the old pod.
+    server.fail("WATCH pods/", status=410, on=lambda: replaced(cluster, vm))
 
     with pytest.raises(CpiFailedError, match="was deleted while it started") as failed:
         cpi.create_vm()
@@ -160,7 +158,8 @@ def test_delete_vm_does_not_wait_for_a_replacement_pod(
 ) -> None:
     vm = cpi.create_vm()
     cluster.is_node_alive = False
-    server.fail("WATCH pods/", status=410, on=lambda: replaced(cluster, vm))  # the watch misses the end of the old pod
+    # The watch misses the deletion of the old pod.
+    server.fail("WATCH pods/", status=410, on=lambda: replaced(cluster, vm))
 
     cpi("delete_vm", vm)
 
@@ -245,7 +244,7 @@ def test_reboot_with_live_disks_restarts_the_container(cpi: CpiCalls, cluster: F
     assert list(cluster.of("pods")) == [vm], "the helper is gone"
 
 
-def test_service_of_a_group_is_deleted_with_its_last_vm(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_group_service_is_deleted_with_the_last_vm(cpi: CpiCalls, cluster: FakeCluster) -> None:
     services = [{"name": "zk", "ports": [{"port": 2181}]}]
     one, two = (cpi.create_vm(agent, services=services) for agent in ("agent-1", "agent-2"))
 
@@ -293,7 +292,7 @@ def test_vip_address_moves_to_the_newest_vm_that_uses_it(cpi: CpiCalls, cluster:
     assert cluster.snapshot() == {}
 
 
-def test_create_vm_fails_if_the_pod_gets_another_address(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_create_vm_fails_if_the_pod_does_not_get_the_requested_address(cpi: CpiCalls, cluster: FakeCluster) -> None:
     manual = {"type": "manual", "ip": "10.244.0.5", "cloud_properties": {"cni": "kube-ovn"}}
 
     with pytest.raises(CpiFailedError, match=r"instead of 10\.244\.0\.5"):
@@ -310,17 +309,19 @@ def test_calculated_vm_cloud_properties_are_accepted(cpi: CpiCalls) -> None:
 
 
 def helpers(cluster: FakeCluster) -> list[str]:
-    """Return the commands of all helper pods that were created, including those deleted since."""
+    """Return the commands of all helper pods that have been created, including pods that were deleted again."""
     made = [body for _, event, (plural, *_), body in cluster.events if (event, plural) == ("ADDED", "pods")]
     containers = [pod["spec"]["containers"][0] for pod in made]
     return [" ".join(one["command"][5:]) for one in containers if one["name"] == attachments.CONTAINER]
 
 
-@pytest.mark.attack("root in a container of the CPI fills the node's file system")
+@pytest.mark.attack("root in a container that the CPI created fills the node's file system")
 @pytest.mark.parametrize("tier", ["userns", "privileged", "base"])
-def test_disk_directory_on_the_node_is_limited_before_jobs_run(cpi: CpiCalls, cluster: FakeCluster, tier: str) -> None:
-    """Only the tier ``userns`` needs the limit, because root in its user namespace could remount the directory of live
-    disks as writable. Root in the tier ``privileged`` can do anything on the node anyway.
+def test_disk_directory_size_on_the_node_is_limited_before_jobs_run(
+    cpi: CpiCalls, cluster: FakeCluster, tier: str
+) -> None:
+    """A helper pod prevents the VM from filling the node's file system through its live-disk directory. Only the
+    ``userns`` tier needs this, because root in the user namespace could otherwise remount the directory as writable.
     """
     vm = cpi.create_vm(attach="live", tier=tier)
 
@@ -328,7 +329,7 @@ def test_disk_directory_on_the_node_is_limited_before_jobs_run(cpi: CpiCalls, cl
     assert list(cluster.of("pods")) == [vm]
 
 
-def test_create_vm_cleans_up_if_the_disk_directory_cannot_be_limited(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_create_vm_cleans_up_if_the_disk_directorys_size_cannot_be_limited(cpi: CpiCalls, cluster: FakeCluster) -> None:
     told = {"exitCode": 1, "message": "Operation not permitted"}
     failed = {"phase": "Failed", "containerStatuses": [{"restartCount": 0, "state": {"terminated": told}}]}
     cluster.pod_status = lambda pod: failed if pod["metadata"]["name"].startswith("bound-") else None
@@ -462,7 +463,6 @@ AGENT = {"image": "registry.example/agent-shim-volume:1"}
 
 
 def test_agent_can_be_added_to_an_unmodified_stemcell(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """The agent is mounted from an image volume, and PID 1 is a program that applies the overlay to the stemcell."""
     vm = cpi.create_vm(agent=AGENT)
 
     spec = cluster.of("pods")[vm]["spec"]
@@ -486,8 +486,8 @@ def test_agent_is_copied_if_the_cluster_has_no_image_volumes(cpi: CpiCalls, clus
 
 
 def test_missing_agent_image_is_reported(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """The reason must be taken from the status of the init container, because the status of the VM's container says
-    only that it waits for the init container.
+    """The reason is in the init container's status. The VM container's status says only that it waits for the
+    init container.
     """
     status = waiting("PodInitializing", "")
     status["initContainerStatuses"] = waiting("ErrImagePull", "pull: not found")["containerStatuses"]
@@ -502,9 +502,6 @@ def test_missing_agent_image_is_reported(cpi: CpiCalls, cluster: FakeCluster) ->
 def test_current_vm_id_returns_the_cid_of_the_vm_that_runs_the_cpi(
     cpi: CpiCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cid is the host name. A Director that runs in the cluster calls current_vm_id before it takes snapshots of
-    its own disks.
-    """
     vm = cpi.create_vm()
     cpi.refused("NotImplemented", "current_vm_id", match="is not a VM of this CPI")
 
@@ -525,10 +522,8 @@ def test_vm_directories_have_the_volume_type_that_they_need(
     cpi: CpiCalls, cluster: FakeCluster, properties: Object, path: str, kind: str
 ) -> None:
     """The agent's directory must be an emptyDir, because an agent without root cannot write into a directory that the
-    container runtime has created.
-
-    Live disks must not be mounted in an emptyDir, because the kubelet would delete their content together with the
-    emptyDir.
+    container runtime has created. Live disks must not be mounted in an emptyDir, because the kubelet would delete their
+    content together with the emptyDir.
     """
     vm = cpi.create_vm(**properties)
 
