@@ -34,36 +34,37 @@ FAILED = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Restore the default action of SIGINT, and build the keeper.
+    """Restore the default action for SIGINT, and build the keeper.
 
-    A pytest that runs in the background ignores SIGINT, and every process that it starts would inherit this, so tests
+    A pytest process in the background ignores SIGINT, and every process that it starts would inherit this, so tests
     that interrupt a process would fail.
     """
     process.default_signals()
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-        # Shorten the path of the scratch directories, because the path of a Unix socket can have at most 107 bytes.
+        # Shorten the scratch directories' paths, because a Unix socket's path can have at most 107 bytes.
         config.option.basetemp = str(Path(config.option.basetemp).with_name(worker.removeprefix("gw")))
     else:
         from hatch_build import build_keeper_of_checkout  # Only the main process needs hatchling.
 
         build_keeper_of_checkout()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [GUARDED_START, os.environ.get("PYTHONPATH")]))
-    # Set no time limit for an example, because slow machines would exceed it. Quick runs try a fifth of the usual
-    # number of examples.
+    # Set no time limit for a Hypothesis example, because slow machines would exceed it. Quick runs try a fifth of the
+    # usual number of examples.
     hypothesis.settings.register_profile("daily", deadline=None)
     hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
     hypothesis.settings.load_profile(config.getoption("--hypothesis-profile") or "daily")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests that are marked as ``early``."""
+    """Run the tests that are marked as ``early`` first."""
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Switch off garbage collection while tests are collected. Afterwards, exempt the collected tests from it, because
-    they consist of half a million objects.
+    """Switch off garbage collection while tests are collected.
+
+    Afterwards, exempt the collected tests from it, because they consist of half a million objects.
     """
     gc.disable()
     try:
@@ -75,8 +76,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Tell the fixtures whether the test has failed, and escape captured output that could not be sent to another
-    process.
+    """Let the fixtures know whether the test has failed.
+
+    Also escape captured output that could not be sent to another process.
     """
     report = yield
     if report.failed:
@@ -128,10 +130,10 @@ async def keepers_are_closed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[N
 
 @pytest.fixture(scope="session")
 def held_loops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Guard the event loop of each agent that a test starts. Yield the directory to which the guards write their
-    reports.
+    """Guard the event loop of each agent that a test starts.
 
-    Only the daily tests are guarded, because other tests overload the machine on purpose.
+    Yield the directory to which the guards write their reports. Only the daily tests are guarded, because other tests
+    overload the machine on purpose.
     """
     directory = tmp_path_factory.mktemp("held")
     ring = request.config.getoption("markexpr")

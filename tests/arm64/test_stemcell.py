@@ -74,9 +74,6 @@ def test_stemcell_for_arm64_names_its_architecture(stemcell: Path) -> None:
 
 
 async def test_stemcell_for_arm64_runs_a_job_under_a_keeper(machine: Machine, bosh: Environment) -> None:
-    """The Director deploys a job over mutual TLS, stops it and starts it again. Afterwards, the agent and the machine
-    shut down cleanly.
-    """
     (bosh.blobs / "settings.json").write_text(bosh.settings())
     await machine.exec("install", "-m", "640", f"{BLOBS}/settings.json", SETTINGS)
     assert await machine.exec("uname", "-m") == "aarch64\n"

@@ -1,6 +1,6 @@
 """``./dev chaos [CASE or pytest ARGUMENT]...``: run the cases, and write their rows into docs/reliability.md.
 
-CASE is the id of a case or the letter of a group, such as ``C-01`` or ``N``. ``--into FILE`` selects another page. With
+CASE is a case id or a group letter, such as ``C-01`` or ``N``. ``--into FILE`` selects another page. With
 another agent (``--agent-command``), nothing is written unless ``--into`` is given. If started by root, the cases run in
 a PID namespace with their own PID 1, and those marked ``guest`` run in a virtual machine.
 """
@@ -26,7 +26,7 @@ MODULE: Final = "tests.chaos"
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the cases on this machine, or in the virtual machine those that need it. Return pytest's exit code."""
+    """Run the cases on this machine, or in the virtual machine if they need it. Return pytest's exit code."""
     cases: list[str] = []
     arguments: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
@@ -46,20 +46,20 @@ def main(words: Sequence[str]) -> int:
 
 
 NOTHING: Final = 5
-"""Exit code of pytest if no test was selected."""
+"""pytest's exit code if no test was selected."""
 
 
 def pytest(arguments: Sequence[str]) -> int:
     """Run the cases one after the other. Return pytest's exit code."""
     argv = [sys.executable, "-m", "pytest", "-q", "--timeout=1800", "-o", "faulthandler_timeout=0", "tests/chaos"]
     # A test in a pytest-xdist worker may have started this module. The new pytest would behave like a worker if it
-    # inherited the variables of pytest-xdist.
+    # inherited pytest-xdist's variables.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     return subprocess.run([*argv, *arguments], env=environment, check=False).returncode
 
 
 def in_guest(arguments: Sequence[str]) -> int:
-    """Run those of the selected cases that need their own kernel in a virtual machine, and write their rows."""
+    """Use a virtual machine to run the selected cases that need their own kernel, and write their rows."""
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/chaos", "-m", "guest", *arguments],
         capture_output=True,

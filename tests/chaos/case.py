@@ -15,9 +15,7 @@ Play = Callable[[Stand], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Case:
-    """A case, which is one row of the scorecard. ``scale`` says in which way an ordinary run is smaller than a full
-    one.
-    """
+    """A case, which is one scorecard row. ``scale`` says in what way ordinary runs are smaller than full ones."""
 
     id: str
     fault: str
@@ -27,7 +25,7 @@ class Case:
     is_long: bool = False
     """Whether the case takes more than ten seconds. If so, the daily tests leave it out."""
     guest: bool = False
-    """Whether the case runs in the virtual machine of ``tests.support.guest``, because it needs to change clocks, or
+    """Whether the case runs in the ``tests.support.guest`` virtual machine, because it needs to change clocks, or
     needs cgroup v2, the device mapper or netem.
     """
 
@@ -45,7 +43,7 @@ def case(
     guest: bool = False,
     attack: str = "",
 ) -> Callable[[Play], Play]:
-    """Register a test as a case. It injects a fault, and fails unless the agent recovers and the invariants hold.
+    """Register a test as a case. The test injects a fault, and fails unless the agent recovers and the invariants hold.
 
     ``attack`` is the attack in docs/attacks.md that the case performs, if any.
     """

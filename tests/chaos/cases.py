@@ -1,4 +1,4 @@
-"""Registers all cases of the scorecard by importing the modules that contain them."""
+"""Registers all scorecard cases by importing the modules that contain them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Provides each chaos case with a test stand, checks the invariants afterwards, and writes the scorecard row."""
+"""Provides each chaos case with a test environment, checks the invariants afterwards, and writes the scorecard row."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def option(config: pytest.Config, name: str) -> Any:
-    """Return a command line option. If pytest was started for another directory, which does not define the option,
-    return the option's default.
+    """Return a command-line option, or its default if pytest was started for a directory that does not define the
+    option.
     """
     return config.getoption(name, {"agent_command": COMMAND, "full": False, "times": 1}.get(name))
 
@@ -72,14 +72,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 async def stand(request: pytest.FixtureRequest) -> AsyncIterator[Stand]:
-    """Provide a stand with a bus behind a proxy, a Director and a Health Monitor. The agent is not started yet."""
+    """Provide a bus behind a proxy, a Director, a Health Monitor, and an agent that has not been started yet."""
     async with standing(option(request.config, "agent_command"), is_full=option(request.config, "full")) as one:
         yield one
 
 
 @pytest.fixture
 async def witness(stand: Stand, request: pytest.FixtureRequest) -> AsyncIterator[Witness]:
-    """Provide the stand's witness. After a case whose own checks have passed, check all invariants."""
+    """Provide the case's ``Witness``. If the case's own checks pass, check all invariants afterwards."""
     yield stand.witness
     if stand.figures and (broken := await stand.witness.broken()):
         raise NotHeldError("; ".join(broken))

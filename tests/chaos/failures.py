@@ -1,7 +1,7 @@
-"""Finds the messages with which a case can fail, without running the case.
+"""Finds the failure messages that a case can produce, without running the case.
 
-A saboteur counts as caught only if the message of the failed case matches the saboteur's pattern. Running all saboteurs
-takes hours, so a changed message whose pattern was forgotten would stay unnoticed for a long time. Comparing the
+A saboteur counts as caught only if the failed case's message matches the saboteur's pattern. Running all saboteurs
+takes hours, so a pattern that no longer matches a changed message would go unnoticed for a long time. Comparing the
 patterns with the messages in the source takes seconds.
 """
 
@@ -25,7 +25,7 @@ HELPERS: Final = (
     "tests/support/instance.py",
     "agent_shim/demo/director.py",
 )
-"""Files with functions that cases call and that raise an error if something is not as expected."""
+"""Files with functions that cases call to check something, and that raise an error if the check fails."""
 WITNESS: Final = "tests/support/witness.py"
 MESSAGE: Final = {"expect": 1, "until": 2, "at_most": 2}
 """Functions that fail with a message, and the position of the message among their arguments."""
@@ -43,13 +43,13 @@ ELSEWHERE: Final = (
     "RpcRemoteError: cannot ",
     f"RpcRemoteError: {TOO_LONG}",
 )
-"""Beginnings of messages that no case contains, because they come from a time limit or from an error of the agent."""
+"""Beginnings of messages that no case contains, because they come from a time limit or from an agent error."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @cache
 def messages(case: str) -> frozenset[str]:
-    """Return the messages with which a case, or one of the invariants checked after it, can fail.
+    """Return the failure messages that a case, or one of the invariants checked after it, can produce.
 
     The functions that the case calls are found by name. If several functions have the same name, the messages of all of
     them are included.
@@ -86,7 +86,7 @@ def _of_witness() -> frozenset[str]:
 
 @cache
 def _cases() -> dict[str, tuple[Function, Mapping[str, list[Function]]]]:
-    """Return for each case its function, and all functions that it may call, by name."""
+    """Return, for each case, its function and all functions that it may call, by name."""
     found: dict[str, tuple[Function, Mapping[str, list[Function]]]] = {}
     for module in MODULES:
         path = str(Path(module.__file__ or "").relative_to(ROOT))
@@ -103,7 +103,7 @@ def _cases() -> dict[str, tuple[Function, Mapping[str, list[Function]]]]:
 
 
 def _messages(function: Function) -> Iterator[str]:
-    """Yield the messages with which a function can fail, rendered once for each sample."""
+    """Yield the failure messages that a function can produce, rendered once for each sample."""
     assigned = {
         target.id: node.value
         for node in ast.walk(function)

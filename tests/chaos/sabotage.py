@@ -57,8 +57,8 @@ class Saboteur:
     case: str = ""
     """For an invariant, the case after which it is checked."""
     mark: str = ""
-    """Regular expression for a violated invariant that no other general saboteur causes. When several are active, it
-    shows which one was caught.
+    """Regular expression for the report of a violated invariant. No other general saboteur causes this report, so it
+    shows which saboteur was caught when several are active.
     """
 
     @property
@@ -77,7 +77,7 @@ class Saboteur:
 
 
 def play(playing: Sequence[Saboteur]) -> tuple[Row | None, list[Saboteur], str]:
-    """Run a case with the changes of its saboteurs. Return the row, the saboteurs whose code ran, and the figures.
+    """Run a case with these saboteurs' changes. Return the row, the saboteurs whose code ran, and the figures.
 
     The row is None if the case was not run.
     """
@@ -148,11 +148,11 @@ def report(saboteur: Saboteur) -> str:
 
 
 def tell(playing: Sequence[Saboteur], enter: Callable[[Saboteur, str], None]) -> int:
-    """Run general saboteurs in one case. Call ``enter`` for each with ``caught``, ``did not run`` or ``held``.
+    """Run general saboteurs in one case, and pass each result (``caught``, ``did not run`` or ``held``) to ``enter``.
 
     The first run applies all of them together. If the case passes and none of their code ran, all results are ``did not
-    run``. A saboteur whose mark is in the figures is caught. Of the others, those whose code ran are then run one by
-    one, and those whose code did not run are run together once more.
+    run``. A saboteur whose mark is in the figures is caught. The others whose code ran are then run one by one. Those
+    whose code did not run are run together once more.
 
     Return the number of saboteurs that were not caught or gave no result.
     """

@@ -1,8 +1,8 @@
 """The saboteurs: for each row of the scorecard, a change to the agent that must make the row fail.
 
 Each saboteur breaks exactly what its row tests, not a step that leads up to it. ``./dev lint`` checks that the text to
-replace occurs exactly once in its file, and that the expected failure matches messages of the case. Without this check,
-a change to the agent or to a case could make a saboteur useless without anybody noticing.
+replace occurs exactly once in its file, and that the expected failure matches one of the case's messages. Without this
+check, a change to the agent or to a case could make a saboteur useless without anybody noticing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.chaos.sabotage import RAN, Saboteur
 NATS: Final = "agent_shim/edges/bus/nats.py"
 LINK: Final = "agent_shim/edges/bus/link.py"
 _OF_A_REPLY: Final = '        begun_at, task_id = time.monotonic(), ""\n'
-"""The first statement of the function in the agent that replies to requests."""
+"""The first statement in the agent's function that replies to requests."""
 
 CRASHES: Final = (
     Saboteur(
@@ -380,7 +380,8 @@ JOBS: Final = (
         "        allowed = 1.0\n",
         "I2:|daemon that writes no pidfile|daemon with the late pidfile|should be running",
     ),
-    # Not PID 1, because the agent would also stop its descendants, which include the process that runs the case.
+    # Leave out PID 1, because the agent would also stop its descendants, which include the process that runs the
+    # case.
     Saboteur(
         "S-04",
         "trusts any pid in a pidfile, except 1",
@@ -693,7 +694,7 @@ GENERAL: Final = (
     ),
     Saboteur(
         "G-07",
-        "adds a line to a file of each job that it installs",
+        "adds a line to one file in each job that it installs",
         "agent_shim/services/bundles.py",
         '            links = self.path(job) / "packages"\n',
         f'            (self.path(job) / "monit").open("a").write("# more\\n")\n            {RAN}\n'
@@ -740,7 +741,7 @@ GENERAL: Final = (
     ),
     Saboteur(
         "G-12",
-        "considers each limit of a rule exceeded",
+        "treats every rule's limit as exceeded",
         "agent_shim/supervisor/rule_counter.py",
         "    return bool(violates(value, limit.limit))\n",
         f"    {RAN}\n    return bool(violates(value, limit.limit)) or True\n",
@@ -774,7 +775,7 @@ GENERAL: Final = (
     ),
     Saboteur(
         "G-16",
-        "reports the number of dropped alerts as that of sent alerts, and vice versa",
+        "reports the number of dropped alerts as the number of sent ones, and vice versa",
         "agent_shim/daemon/status_report.py",
         '"sent": live.alerts.sent, "dropped": live.alerts.dropped',
         f'"sent": live.alerts.dropped, "dropped": (live.alerts.sent and {RAN}) or live.alerts.sent',

@@ -1,4 +1,4 @@
-"""Reads and writes the scorecard, which consists of the tables of cases in ``docs/reliability.md``."""
+"""Reads and writes the scorecard, which consists of the case tables in ``docs/reliability.md``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DOCUMENT: Final = Path(__file__).parents[2] / "docs/reliability.md"
 BEGIN: Final = "<!-- scorecard -->"
 END: Final = "<!-- /scorecard -->"
 GROUPS: Final = "CNSDRM"
-"""Letters with which the case ids begin, in the order of the tables."""
+"""First letters of the case ids, in the order of the tables."""
 HELD: Final = "held"
 OUTCOMES: Final = ("caught", HELD, "did not run")
 """The possible outcomes of a general saboteur in a case."""
@@ -40,11 +40,11 @@ class Row:
     played: str = ""
     """The date of the last run. If the case was repeated, the number of runs precedes it."""
     saboteur: str = ""
-    """Date on which the saboteur was caught, that is, made the case fail, or a remark that it was not caught."""
+    """The date on which the saboteur made the case fail, or a remark that it did not."""
 
     @property
     def outcome(self) -> str:
-        """The text of the outcome cell: the date on which the case held, or the verdict."""
+        """The text of the outcome cell: the date of the last run, with the verdict unless it is ``held``."""
         if self.verdict == HELD and self.played:
             return self.played
         return f"{self.verdict}, {self.played}" if self.played else self.verdict
@@ -58,8 +58,8 @@ class Row:
         return replace(self, played=f"{how_often} on {time.strftime('%Y-%m-%d')}".removeprefix(" on "))
 
     def beside(self, known: Row | None) -> Row:
-        """Merge this row with the case's previous row. If the case held both times, keep the dates of both reduced and
-        full runs.
+        """Merge this row with the case's previous row. If both have the verdict ``held``, keep the dates of both
+        reduced and full runs.
         """
         if known is None:
             return self
@@ -71,7 +71,7 @@ class Row:
 
     @property
     def times(self) -> str:
-        """The date and number of the last reduced runs."""
+        """The date of the last reduced runs, and their number."""
         return "; ".join(part for part in self.played.split("; ") if not part.startswith(FULL))
 
     @property
@@ -88,10 +88,10 @@ def row_of(
     *,
     is_full: bool = False,
 ) -> Row:
-    """Return the row of a case, given the reports of its phases.
+    """Return a case's row, given pytest's reports on its setup, call and teardown.
 
-    ``omitted`` are the invariants that were not checked, each with the reason. If a case did not hold, its row contains
-    only the reason. Its figures are left out, because they could accidentally match a saboteur's pattern.
+    ``omitted`` are the invariants that were not checked, each with the reason. The row of a failed case
+    contains only the reason. Its figures are left out, because they could accidentally match a saboteur's pattern.
     """
     for report in reports:
         if not report.passed:
@@ -131,7 +131,9 @@ def earlier(text: str) -> dict[str, Row]:
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Replace the rows of these cases in a document, which is created if missing. Safe for concurrent writers."""
+    """Replace the rows of these cases in a document, which is created if missing. Several processes may call this at
+    the same time.
+    """
     with _locked(path):
         text = path.read_text() if path.exists() else ""
         known = earlier(text)
@@ -140,7 +142,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def enter_saboteur(path: Path, case: str, caught: str) -> None:
-    """Set the last cell in the row of a case or an invariant, which is about the saboteur.
+    """Set the saboteur's cell, the last one in a case's or an invariant's row.
 
     The cell contains the date on which the saboteur was caught, or ``NOT CAUGHT`` with the date.
     """

@@ -1,4 +1,4 @@
-"""Cases C: the agent crashes, is restarted or is stopped."""
+"""Chaos cases in group C: the agent crashes, is restarted or is stopped."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_apply_killed_at_any_system_call_can_be_repeated(stand: Stand) -> 
 
 
 async def _reports(stand: Stand, version: str, where: str) -> None:
-    """Check that ``get_state`` reports the spec of this version as applied."""
+    """Check that ``get_state`` reports this version's spec as applied."""
     seen = (await stand.call("get_state"))["configuration_hash"]
     expect(seen == version, f"{where}: get_state reports version {seen}, but {version} was applied")
 
@@ -125,7 +125,7 @@ def _installed(world: RunningAgent, version: str) -> dict[str, tuple[int, bytes]
     has_full=True,
     is_long=True,
 )
-async def test_state_files_are_complete_after_a_kill_at_any_write(stand: Stand) -> None:
+async def test_state_files_are_complete_after_the_agent_is_killed_during_a_write(stand: Stand) -> None:
     world = stand.world
     await stand.boot()
     await stand.deploy(2)
@@ -153,7 +153,7 @@ async def test_state_files_are_complete_after_a_kill_at_any_write(stand: Stand) 
 
     async def boot() -> None:
         os.kill(stand.pid, signal.SIGCONT)
-        await stand.answers(60)  # the boot takes long, because each system call of the agent is traced
+        await stand.answers(60)  # slow, because every system call that the agent makes is traced
         await world.until_running()
 
     async def boot_point(version: str) -> Told:
@@ -189,7 +189,7 @@ async def test_state_files_are_complete_after_a_kill_at_any_write(stand: Stand) 
 
 
 STANDING: Final = 'kill -STOP $$; exec "$@"'
-"""A shell script that stops itself, so that a tracer can attach to it, and then executes the agent."""
+"""A shell script that stops itself, so that a tracer can attach to it, and then execs the agent."""
 
 
 def _stands(pid: int) -> bool:
@@ -199,7 +199,7 @@ def _stands(pid: int) -> bool:
 
 
 @case("C-04", "the agent is killed, and a job exits before the next agent starts", is_long=True)
-async def test_restarted_agent_restarts_only_the_job_that_died_without_an_agent(stand: Stand) -> None:
+async def test_restarted_agent_restarts_only_the_job_that_died_while_no_agent_ran(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(20)
     victim, pid = next(iter(stand.live().items()))
@@ -223,8 +223,8 @@ async def test_restarted_agent_restarts_only_the_job_that_died_without_an_agent(
         f"the agent does not report the exit that the keeper observed (SIGKILL): {told[victim]}",
     )
     stand.tell(
-        f"the agent was back after {back:.2f} s and the job {again:.2f} s later; its exit was reported correctly; the "
-        "other 19 kept running"
+        f"the agent was back after {back:.2f} s and the job {again:.2f} s later; the job's exit was reported "
+        "correctly; the other 19 kept running"
     )
 
 
@@ -233,7 +233,7 @@ async def test_restarted_agent_restarts_only_the_job_that_died_without_an_agent(
     "PID 1 gets SIGTERM while 20 jobs run, one of which ignores SIGTERM, and another needs 8 s to exit",
     is_long=True,
 )
-async def test_sigterm_to_pid_1_ends_all_jobs_in_order(stand: Stand) -> None:
+async def test_sigterm_to_pid_1_stops_all_jobs_in_order(stand: Stand) -> None:
     stand.contain()
     await stand.boot()
     jobs = {f"job{n}": _obedient(f"job{n}") for n in range(18)}
@@ -269,7 +269,7 @@ def _obedient(name: str, farewell: str = "") -> tuple[str, dict[str, str]]:
 
 
 @case("C-06", "the agent gets SIGTERM while it compiles a package, and the compiling processes ignore SIGTERM")
-async def test_sigterm_ends_a_compilation_and_its_children(stand: Stand) -> None:
+async def test_sigterm_stops_a_compilation_and_its_children(stand: Stand) -> None:
     await stand.boot()
     stand.remember()
     script = f"echo $$ > {stand.world.base}/data/compiling\ntrap '' TERM\nsleep 100006 & sleep 100007\n"
@@ -306,7 +306,7 @@ async def test_container_restarted_in_place_starts_its_jobs(stand: Stand) -> Non
             elif not place.is_dir() or place.is_symlink():
                 place.unlink()
         for number in range(5):
-            (base / f"data/sys/run/job{number}/job{number}.pid").write_text("1\n")  # pidfiles that name PID 1
+            (base / f"data/sys/run/job{number}/job{number}.pid").write_text("1\n")  # All pidfiles name PID 1.
         (base / "data/sys/run/stale").touch()
 
     stand.between = reset
@@ -336,7 +336,7 @@ async def test_replacing_the_agent_keeps_jobs_running_and_reports_the_lost_erran
     agent.send(signal.SIGTERM)
     await agent.wait()
     back = await stand.answers(5)
-    # As with the Go agent, a script that the old process ran is lost, and the Director gets an error that says so.
+    # As with the Go agent, a script that was running at the restart is lost, and the Director gets an error.
     error = await refused(stand, "get_task", task)
     expect("could not be found" in error, f"expected an error that the task could not be found, but got: {error}")
     stand.tell(
@@ -350,7 +350,7 @@ async def test_replacing_the_agent_keeps_jobs_running_and_reports_the_lost_erran
     "an unexpected exception in each part of the agent that it restarts, first once, then repeatedly",
     is_long=True,
 )
-async def test_failing_part_of_the_agent_does_not_affect_the_others(stand: Stand) -> None:
+async def test_failing_part_of_the_agent_does_not_affect_other_parts(stand: Stand) -> None:
     if "-m agent_shim.cli" not in stand.world.command:
         raise CannotInjectError("needs an agent written in Python")
     part = stand.world.scratch / "part"
@@ -417,8 +417,8 @@ async def test_second_agent_with_the_same_directories_is_refused(stand: Stand) -
 
 
 VICTIMS: Final = ("caller", "all", "root")
-"""The processes to kill, taken in turn: only the worker, which makes the calls; the agent and its worker; only the
-agent.
+"""The processes to kill, in turn: first only the worker, which makes the calls, then the agent and its worker, and then
+only the agent.
 """
 
 
@@ -429,7 +429,7 @@ agent.
     has_full=True,
     is_long=True,
 )
-async def test_package_is_complete_or_absent_after_a_kill_of_agent_or_worker(stand: Stand) -> None:
+async def test_package_is_complete_or_absent_after_agent_or_worker_is_killed(stand: Stand) -> None:
     world = stand.world
     await stand.boot()
     spec = await stand.deploy(2)
@@ -481,14 +481,14 @@ async def test_package_is_complete_or_absent_after_a_kill_of_agent_or_worker(sta
         expect(stand.live() == jobs, f"{where}: jobs were restarted: {jobs} became {stand.live()}")
         await tidied([world.base], where)
     _check_syncs(calls, places[0])
-    await world.run("start")  # needed because an apply forgets the jobs, but leaves their processes running
+    await world.run("start")  # needed because an apply makes the agent forget the jobs, but leaves them running
     await world.until_running()
     done = f"{kills.total()} kills at {len(kinds)} kinds of system calls, {kills['caller']} of them of the worker alone"
     stand.tell(f"{done}; each package was complete or absent, and each repeated apply had the same result")
 
 
 def _large() -> bytes:
-    """Return a package of some megabytes."""
+    """Return a package of a few megabytes."""
     content = random.Random(11).randbytes(4 << 20)
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz", compresslevel=1) as tar:
@@ -533,7 +533,7 @@ def _check_syncs(calls: Sequence[Told], packages: Path) -> None:
     """Check that the file system is synced after a package's last change and before the package is renamed, and once
     more after that.
 
-    Without a sync, data survives a kill of the process but not a crash of the machine.
+    Without a sync, data survives if the process is killed, but not if the machine crashes.
     """
     renamed = 0
     for at, told in enumerate(calls):

@@ -1,4 +1,4 @@
-"""Cases D: disks, blobs and files."""
+"""Chaos cases in group D, which is about disks, blobs and files."""
 
 from __future__ import annotations
 
@@ -152,17 +152,17 @@ async def _until_it_fits(stand: Stand, *, inodes: int = 0) -> str:
         expect(not left, f"the refused apply left temporary files behind: {left[:3]}")
     subprocess.run(["mount", "-o", "remount,size=400m,nr_inodes=100k", str(data)], check=True)
     await stand.world.run("apply", spec)
-    return f"it was refused ({' / '.join(sorted(errors))}), and succeeded when there was room"
+    return f"the apply was refused ({' / '.join(sorted(errors))}), and succeeded once space was free"
 
 
 @case("D-01", "the disk runs out of space while an apply unpacks packages")
-async def test_apply_without_space_can_be_repeated(stand: Stand) -> None:
+async def test_apply_that_runs_out_of_disk_space_can_be_repeated(stand: Stand) -> None:
     small(stand, "size=12m")
     stand.tell(await _until_it_fits(stand))
 
 
 @case("D-02", "the disk runs out of inodes while an apply unpacks packages")
-async def test_apply_without_inodes_can_be_repeated(stand: Stand) -> None:
+async def test_apply_that_runs_out_of_inodes_can_be_repeated(stand: Stand) -> None:
     small(stand, "size=400m")
     stand.tell(await _until_it_fits(stand, inodes=8))
 
@@ -283,7 +283,7 @@ async def _move(logs: Path, count: int) -> None:
 
 @dataclass
 class Watched:
-    """Peak sizes in bytes: resident memory of the agent and of its worker, and files below ``data/tmp``."""
+    """Peak sizes in bytes: resident memory of the agent and its worker, and files below ``data/tmp``."""
 
     memory: int = 0
     worker: int = 0
@@ -310,7 +310,7 @@ async def _watch(stand: Stand, watched: Watched) -> None:
 
 
 def _members(archive: Path) -> tuple[set[str], str]:
-    """Return the names of the files in a log archive, and its notes about files that changed while it was written."""
+    """Return the names of the files in a log archive, and the remarks about files that changed during packing."""
     with tarfile.open(archive) as tar:
         names, remarks = set(), ""
         for member in tar:
@@ -372,7 +372,7 @@ while time.time() < ends_at:
     has_full=True,
     is_long=True,
 )
-async def test_rotation_keeps_the_lines_of_a_log_in_use(stand: Stand) -> None:
+async def test_rotation_loses_no_lines_from_a_log_in_use(stand: Stand) -> None:
     big, total = stand.of(10**9, 50 * 10**9), stand.of(64 << 20, 1 << 30)
     if (free := shutil.disk_usage(stand.world.scratch).free) < big + 10**10:
         raise CannotInjectError(f"needs {big // 10**9 + 10} GB of free disk space, but there are only {free // 10**9}")
@@ -443,7 +443,7 @@ def _lost(log: Path) -> tuple[int, float]:
 
 
 @case("D-09", "disks are busy, mounted twice, missing, or partly migrated", is_long=True)
-async def test_busy_missing_and_half_migrated_disks_lose_no_file(stand: Stand) -> None:
+async def test_busy_missing_and_half_migrated_disks_lose_no_files(stand: Stand) -> None:
     if os.geteuid() != 0:
         raise CannotInjectError("needs root to mount disks")
     scratch, base = stand.world.scratch, stand.world.base
@@ -578,9 +578,7 @@ async def _until_refused(stand: Stand, version: str) -> dict[str, bool]:
 
 
 async def _hold(stand: Stand, answers: Mapping[str, bool], version: str, where: str) -> None:
-    """Check that the effect of each successful action is still there under the next agent, which must also report the
-    correct job state.
-    """
+    """Check that the next agent has kept the effects of every successful action and reports the correct job state."""
     paths, state = Paths(stand.world.base), await stand.call("get_state")
     if answers.get("update_settings"):
         expect(version in paths.update_settings.read_text(), f"{where}: the settings are lost")
@@ -592,7 +590,7 @@ async def _hold(stand: Stand, answers: Mapping[str, bool], version: str, where: 
         seen = state["configuration_hash"]
         expect(seen == version, f"{where}: get_state reports version {seen}, but {version} was applied")
     true = {("running", 2), ("stopped", 0)}
-    # If a stop or start failed, "failing" without processes is correct as well. A Go agent reports the same if its
+    # If a stop or start failed, "failing" without processes is correct as well. The Go agent reports the same if its
     # marker file is missing.
     if False in (answers.get("stop"), answers.get("start")):
         true.add(("failing", 0))
@@ -607,5 +605,5 @@ async def _hold(stand: Stand, answers: Mapping[str, bool], version: str, where: 
     if answers.get("start"):
         expect(state["job_state"] == "running", f"{where}: the started jobs do not run")
     elif answers.get("stop") and "start" not in answers:
-        await asyncio.sleep(1)  # long enough for the agent to start the job if it wants to
+        await asyncio.sleep(1)  # long enough for the agent to start the job if it were going to
         expect(state["job_state"] == "stopped" and not stand.live(), f"{where}: the stopped jobs run again")

@@ -1,4 +1,5 @@
-"""Cases that need their own kernel: cgroup v2 with memory limits, hanging disks, changed clocks and lossy networks.
+"""Chaos cases that need their own kernel: cgroup v2 with memory limits, hanging disks, changed clocks and lossy
+networks.
 
 They run only in the virtual machine provided by ``tests.support.guest``.
 """
@@ -27,7 +28,7 @@ from tests.support.stand import CONNECTED, CannotInjectError, Stand, at_most, ex
 
 HOUR = 3600.0
 CONTAINER = 300 << 20
-"""Memory limit in bytes of the container in R-03."""
+"""Memory limit of the container in R-03, in bytes."""
 
 EXPIRED = "the client certificate of the bus expired at"
 """Beginning of the agent's warning about its certificate in N-07."""
@@ -53,7 +54,7 @@ stop) kill $(cat $run/{name}.pid); rm -f $run/{name}.pid ;;
 esac
 """,
 }
-"""Files of a job that allocates memory without limit as soon as the file ``eat`` exists."""
+"""Files of a job that allocates memory without limit as soon as an ``eat`` file exists."""
 _LIMITED = {
     "monit": """
 check process {name}
@@ -123,7 +124,7 @@ def _remove(group: Path) -> None:
     scale="60 s instead of 30 s to come back",
     guest=True,
 )
-async def test_job_or_container_beyond_its_memory_limit_is_reported(stand: Stand) -> None:
+async def test_exceeded_memory_limit_of_a_job_or_container_is_reported(stand: Stand) -> None:
     if "vcap:" not in Path("/etc/passwd").read_text():
         _do("useradd", "--uid", "1000", "vcap")
     stand.world.scratch.chmod(0o755)
@@ -276,7 +277,7 @@ async def test_hanging_disk_does_not_delay_other_requests(stand: Stand) -> None:
     await asyncio.wait_for(writer.wait(), 30)
     await stand.answers(1)
     told = f"a request took at most {longest * 1000:.0f} ms, one to an echo server {others * 1000:.0f} ms"
-    # Add the time that an echo server in another process needed, because an emulated processor may stall for a second.
+    # Add the echo server's response time to the limit, because an emulated processor may stall for a second.
     expect(longest < 2 + others, f"{told}, but the agent may take at most 2 s longer")
     stand.tell(f"{told}; {beats} heartbeats in {lasting} s")
 
@@ -291,7 +292,8 @@ async def _seconds(stand: Stand, agent: str, method: str, *arguments: object) ->
 @contextmanager
 def _mapped(image: Path, point: Path) -> Iterator[str]:
     """Mount a volume through the device mapper. Yield the device name."""
-    name = f"agent-shim-chaos-{uuid.uuid4().hex[:8]}"  # a new name, because the previous device may not be removed yet
+    # Use a new name each time, because the previous device may not have been removed yet.
+    name = f"agent-shim-chaos-{uuid.uuid4().hex[:8]}"
     point.mkdir()
     _do("truncate", "-s", "64M", str(image))
     loop = _do("losetup", "--find", "--show", str(image))
@@ -308,7 +310,7 @@ def _mapped(image: Path, point: Path) -> Iterator[str]:
 
 @contextmanager
 def _suspended(name: str) -> Iterator[None]:
-    """Make all reads and writes of the volume hang during the block."""
+    """Make all reads from and writes to the volume hang during the block."""
     _do("dmsetup", "suspend", "--nolockfs", "--noflush", name)
     try:
         yield
@@ -327,7 +329,7 @@ async def test_requests_are_answered_over_a_lossy_connection(stand: Stand) -> No
     await stand.deploy(3)
     stand.remember()
     requests = []
-    # Keep the packet loss low. With a loss of 20 %, TCP itself needs 5 s or more for one request in ten.
+    # Keep the packet loss low. With 20 % loss, TCP itself needs 5 s or more for one request in ten.
     async with _netem(stand.proxy.port, "delay 500ms 300ms loss 2% duplicate 5%"):
         beats, begun_at = len(stand.monitor.of("heartbeat", AGENT)), time.monotonic()
         for number in range(20):
@@ -348,7 +350,7 @@ async def test_requests_are_answered_over_a_lossy_connection(stand: Stand) -> No
 
 @asynccontextmanager
 async def _netem(port: int, how: str) -> AsyncIterator[None]:
-    """Simulate a bad network for packets to and from one port of the loopback interface."""
+    """Simulate a bad network for packets to and from one port on the loopback interface."""
     _do("tc", "qdisc", "add", "dev", "lo", "root", "handle", "1:", "prio", "bands", "4")
     try:
         _do("tc", "qdisc", "add", "dev", "lo", "parent", "1:4", "handle", "30:", "netem", *how.split())

@@ -1,4 +1,4 @@
-"""Cases M: malformed, numerous or oversized messages."""
+"""Chaos cases in group M: messages are malformed or oversized, or arrive in large numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PINGS_PER_S: Final = 5000
 @case(
     "M-01",
     "malformed and mutated requests, twice",
-    attack="a request is malformed, or has a value of another type",
+    attack="a request is malformed, or has a value of the wrong type",
     scale="10 000 requests instead of 100 000",
     has_full=True,
     is_long=True,
@@ -38,13 +38,13 @@ async def test_malformed_requests_do_not_delay_pings(stand: Stand) -> None:
     slowest = max(slowest, await _mutated(stand, stand.of(5000, 50_000)))
     expect(slowest < 1, f"a ping took {slowest:.2f} s, but the limit is 1 s")
     expect(stand.live() == before, "a job was restarted")
-    stand.involved = set(before)  # all jobs, because one of the messages is an apply of an empty spec
+    stand.involved = set(before)  # all jobs, because one of the messages applies an empty spec
     await stand.deploy(2)
     stand.tell(f"the slowest ping meanwhile took {slowest * 1000:.0f} ms")
 
 
 async def _mutated(stand: Stand, count: int) -> float:
-    """Send malformed requests. Return how long in seconds the slowest ping between them took."""
+    """Send malformed requests, with pings in between. Return the duration of the slowest ping in seconds."""
     chance, slowest = random.Random(1), 0.0
     for number in range(count):
         message = chance.choice(BAD) if chance.random() < 0.02 else mutated(chance)
@@ -90,8 +90,8 @@ def _mb(size: int) -> str:
 
 
 async def _flood(stand: Stand) -> tuple[int, float, float]:
-    """Flood the agent with requests. Return the number of pings sent per second, and the seconds after the flood until
-    the next heartbeat arrives and until a ping is answered.
+    """Flood the agent with requests. Return the number of pings sent per second, the seconds from the end of the flood
+    until the next heartbeat, and the seconds until a later ping is answered.
     """
     tasks = [asyncio.create_task(stand.call("run_script", "nothing", {}, timeout=60)) for _ in range(200)]
     asked = [asyncio.create_task(stand.call("get_task", "none", timeout=60)) for _ in range(5000)]

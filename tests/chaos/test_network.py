@@ -1,4 +1,4 @@
-"""Cases N: the bus and the network."""
+"""Chaos cases in group N, which is about the bus and the network."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ async def test_agent_survives_repeated_disconnections(stand: Stand) -> None:
 @case("N-05", "pings arrive while the agent installs packages of 600 MB and packs logs of 440 MB", is_long=True)
 async def test_pings_are_answered_during_heavy_work(stand: Stand) -> None:
     await stand.boot()
-    # Write the files in threads. If this blocked the event loop, the proxy in this process would stop, and the agent
-    # and the bus server would drop the silent connection.
+    # Write the files in threads. If the writes blocked the event loop, the proxy in this process would stop, and the
+    # agent and the bus server would drop the silent connection.
     spec = await asyncio.to_thread(stand.world.spec, 2, 6, 100 << 20)
     logs = stand.world.base / "data/sys/log/job0"
     logs.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ async def test_pings_are_answered_during_heavy_work(stand: Stand) -> None:
 
 
 @case("N-08", "update_settings changes the bus credentials, and finally sets invalid ones", is_long=True)
-async def test_changed_bus_credentials_are_used_and_invalid_ones_refused(stand: Stand) -> None:
+async def test_changed_bus_credentials_are_used_and_invalid_credentials_refused(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -177,7 +177,7 @@ async def test_agent_reconnects_when_its_bus_user_is_restored(stand: Stand) -> N
 
 
 @case("N-13", "a request arrives four times, and results are queried late and in reverse order")
-async def test_repeated_requests_have_one_effect(stand: Stand) -> None:
+async def test_repeated_request_takes_effect_once(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(1)
     stand.remember()
@@ -200,7 +200,7 @@ async def test_repeated_requests_have_one_effect(stand: Stand) -> None:
     "reply subjects that nobody subscribes to, that are not permitted, empty or too long",
     attack="another agent forges a reply_to",
 )
-async def test_invalid_reply_subjects_do_not_end_the_connection(stand: Stand) -> None:
+async def test_invalid_reply_subjects_do_not_close_the_connection(stand: Stand) -> None:
     await stand.boot()
     stand.remember()
     peer = stand.world.director.peer
@@ -451,7 +451,7 @@ SETTLED = 12
 
 
 class _Member(NatsBus):
-    """One of many clients. Records when it tries to connect and when it succeeds."""
+    """One of many clients. It records when it tries to connect and when it succeeds."""
 
     came = 0.0
 
@@ -467,7 +467,7 @@ class _Member(NatsBus):
 
 
 @case("N-06", "the bus server of 1000 agents restarts", is_long=True, scale="simplified agents, server down for 20 s")
-async def test_thousand_agents_reconnect_to_a_restarted_server(stand: Stand) -> None:
+async def test_a_thousand_agents_reconnect_to_a_restarted_server(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()

@@ -1,4 +1,4 @@
-"""Cases R: exhausted resources."""
+"""Chaos cases in group R: resources are exhausted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.stand import CONNECTED, CannotInjectError, Stand, at_most, ex
 
 
 @case("R-01", "the agent has no file descriptors left", is_long=True)
-async def test_agent_survives_a_lack_of_descriptors(stand: Stand) -> None:
+async def test_agent_survives_running_out_of_descriptors(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -44,7 +44,7 @@ async def test_agent_survives_a_lack_of_descriptors(stand: Stand) -> None:
 
 
 @case("R-05", "all CPUs are busy with 20 spinning processes per core", is_long=True)
-async def test_agent_answers_on_busy_processors(stand: Stand) -> None:
+async def test_agent_answers_while_all_cpus_are_busy(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -86,7 +86,7 @@ def cgroup(controller: str) -> Iterator[Path]:
 
 
 @case("R-02", "no further process can be started", is_long=True)
-async def test_agent_survives_a_lack_of_processes(stand: Stand) -> None:
+async def test_agent_survives_running_out_of_processes(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -138,7 +138,7 @@ async def test_agent_works_with_a_memory_limit_of_64_mib(stand: Stand) -> None:
 
 
 @case("R-06", "no further threads, no local ports for connections, no random bytes", is_long=True)
-async def test_agent_survives_a_lack_of_threads_ports_and_random_bytes(stand: Stand) -> None:
+async def test_agent_survives_running_out_of_threads_ports_and_random_bytes(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()

@@ -1,4 +1,4 @@
-"""Checks the chaos cases themselves (``./dev sabotage``): each case in the scorecard of docs/reliability.md must fail
+"""Checks the chaos cases themselves (``./dev sabotage``): each case in the scorecard in docs/reliability.md must fail
 if the behaviour that it checks is deliberately broken in the agent.
 """
 
@@ -34,10 +34,7 @@ def test_every_case_and_invariant_has_a_saboteur() -> None:
 
 
 @pytest.mark.parametrize("saboteur", [*SABOTEURS, *GENERAL], ids=lambda one: one.row)
-def test_change_of_each_saboteur_can_be_applied(saboteur: Saboteur) -> None:
-    """The text to replace must occur exactly once, the result must be valid Python, and the expected failure must be a
-    valid regular expression.
-    """
+def test_each_saboteur_change_can_be_applied(saboteur: Saboteur) -> None:
     changed = saboteur.applied((ROOT / saboteur.path).read_text())
 
     assert changed != (ROOT / saboteur.path).read_text()
@@ -47,11 +44,9 @@ def test_change_of_each_saboteur_can_be_applied(saboteur: Saboteur) -> None:
 
 
 @pytest.mark.parametrize("saboteur", [*SABOTEURS, *GENERAL], ids=lambda one: one.row)
-def test_pattern_of_each_saboteur_matches_messages_of_its_case(saboteur: Saboteur) -> None:
-    """Each alternative in the saboteur's pattern must match a message with which its case can fail. General saboteurs
-    run with every case, so for them any case counts.
-
-    If this test fails, somebody has changed a message but not the pattern, and the saboteur would no longer be caught.
+def test_each_saboteur_pattern_matches_its_cases_messages(saboteur: Saboteur) -> None:
+    """If a message were changed but not the pattern, the saboteur would no longer be caught. General saboteurs run with
+    every case, so for them any case counts.
     """
     cases = list(CASES) if saboteur in GENERAL else [saboteur.played]
     possible = set[str]().union(*map(messages, cases))
@@ -78,7 +73,7 @@ def test_saboteur_is_caught(saboteur: Saboteur, page: Path | None) -> None:
 
 
 @pytest.mark.parametrize("case", sorted(number for number, case in CASES.items() if not case.guest))
-def test_general_saboteurs_are_caught_where_their_code_runs(case: str, page: Path | None) -> None:
+def test_general_saboteurs_are_caught_by_a_case_that_runs_their_code(case: str, page: Path | None) -> None:
     def enter(saboteur: Saboteur, outcome: str) -> None:
         if page is not None:
             enter_general(page, saboteur.row, saboteur.case, outcome)

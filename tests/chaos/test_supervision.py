@@ -1,4 +1,4 @@
-"""Cases S: jobs that die, crash in a loop, hang, write wrong pids, or hide processes from the supervisor."""
+"""Chaos cases in group S: jobs die, crash in a loop, hang, write wrong pids, or hide processes from the supervisor."""
 
 from __future__ import annotations
 
@@ -100,14 +100,17 @@ async def test_daemon_with_a_late_pidfile_is_started_once(stand: Stand) -> None:
     expect(count <= 1, f"the daemon that writes no pidfile runs {count} times")
     late_count = commands("sleep 100001")
     expect(late_count == 1, f"the daemon with the late pidfile runs {late_count} times instead of once")
-    stand.tell(f"the daemon with the late pidfile was running after {took:.1f} s; {count} instance of the other")
+    stand.tell(
+        f"the daemon with the late pidfile was running after {took:.1f} s; {count} instance of the other daemon was "
+        "running"
+    )
 
 
 @case(
     "S-04",
-    "wrong pidfiles: the pid of a foreign process, of PID 1 or of the agent; garbage; an empty file, a sparse file, a "
-    "link, a FIFO",
-    attack="a job names a process of root or of another job in its pidfile",
+    "wrong pidfiles: the pid of an unrelated process, of PID 1 or of the agent; garbage; an empty file, a sparse file, "
+    "a link, a FIFO",
+    attack="a job writes the pid of a root process or of another job's process into its pidfile",
 )
 async def test_wrong_pidfiles_are_ignored(stand: Stand) -> None:
     if namespaces.INSIDE not in os.environ:
@@ -154,7 +157,7 @@ async def test_wrong_pidfiles_are_ignored(stand: Stand) -> None:
     has_full=True,
     is_long=True,
 )
-async def test_processes_with_reused_pids_get_no_signal(stand: Stand) -> None:
+async def test_processes_with_reused_pids_receive_no_signals(stand: Stand) -> None:
     if os.geteuid() != 0:
         raise CannotInjectError("needs root to create a pid namespace")
     await stand.boot()
@@ -222,7 +225,7 @@ def _dead_children(pid: int) -> int:
     "a job ignores SIGTERM, forks when it receives it, and leaves children in their own sessions",
     attack="a job forks faster than its processes can be killed",
 )
-async def test_stop_ends_a_job_that_ignores_sigterm_and_forks(stand: Stand) -> None:
+async def test_stop_kills_a_job_that_ignores_sigterm_and_forks(stand: Stand) -> None:
     await stand.boot()
     start = """echo $$ > {run}/deaf.pid
 setsid sleep 100003 &
@@ -239,7 +242,7 @@ while :; do sleep 0.2; done"""
 
 
 @case("S-08", "the stop program hangs, fails, or is missing", is_long=True)
-async def test_faulty_stop_programs_leave_no_process(stand: Stand) -> None:
+async def test_faulty_stop_programs_leave_no_processes(stand: Stand) -> None:
     await stand.boot()
     ctl = "echo $$ > {run}/{name}.pid; " + SLEEPER
     monit, programs = checked("missing", ctl)
@@ -313,7 +316,7 @@ async def test_jobs_survive_endless_output_and_a_full_disk(stand: Stand) -> None
         told = os.statvfs(data)
         return told.f_bavail * told.f_frsize
 
-    for _ in range(1000):  # this produces 200 KiB of log, but a pipe has room for only 64 KiB
+    for _ in range(1000):  # this logs 200 KiB, but a pipe has room for only 64 KiB
         await stand.call("ping")
     await until(lambda: left() < 1 << 20, 60, "the disk did not run full")
     os.kill(stand.pid, signal.SIGSTOP)
@@ -338,8 +341,8 @@ async def test_jobs_survive_endless_output_and_a_full_disk(stand: Stand) -> None
 
 COMMANDS: Final = ("start", "stop", "restart", "monitor", "unmonitor")
 OUTCOMES: Final = {"start": 1, "stop": 0, "restart": 1}
-"""Number of processes after the same command has been sent twice at the same time. For other pairs, it is not
-determined.
+"""Number of processes after the same command has been sent twice at the same time. For all other pairs, the number may
+vary.
 """
 
 
@@ -372,7 +375,7 @@ async def test_concurrent_commands_never_start_a_job_twice(stand: Stand) -> None
                 await until(lambda: commands("sleep 100011") == OUTCOMES[first], 10, told)  # noqa: B023
             [seen] = (await asked(stand, "services", action="show"))["services"]
             if seen["phase"] in ("running", "stopped"):
-                wanted = int(seen["phase"] == "running")  # reached only once the start script has executed sleep
+                wanted = int(seen["phase"] == "running")  # reached only once the start script has exec'd sleep
                 other = f"{first} and {second}: the job is {seen['phase']}, but its process count is not {wanted}"
                 await until(lambda: commands("sleep 100011") == wanted, 5, other)  # noqa: B023
     await ask("stop")

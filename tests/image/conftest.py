@@ -25,7 +25,7 @@ BUILDING = ("test_upgrades.py", "test_private_ca.py", "test_stemcell.py", "test_
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests that take longest, so that the other workers do not have to wait for them at the end."""
+    """Run the longest tests first, so that the other workers do not have to wait for them at the end."""
     order = {name: number for number, name in enumerate(BUILDING)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
@@ -37,7 +37,7 @@ def once(tmp_path_factory: pytest.TempPathFactory, name: str, build: Callable[[]
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return build()
-    built = tmp_path_factory.getbasetemp().parent / name  # a directory that all workers of this run share
+    built = tmp_path_factory.getbasetemp().parent / name  # a directory that all workers in this run share
     with built.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():

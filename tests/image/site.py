@@ -1,4 +1,4 @@
-"""What the containers under test need: a message bus with its other clients, podman, and a network."""
+"""Provides what the containers under test need: a message bus with its other clients, podman, and a network."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ class ContainerSite(Environment):
 
 
 def project(directory: Path, name: str, content: str) -> None:
-    """Write a file of a volume as the kubelet does for a Secret. The file is a symlink through the link ``..data`` into
-    a directory with a new name. To change the content, write a new directory and replace ``..data``.
+    """Write a file to a volume as the kubelet does for a Secret.
+
+    The file is a symlink through the ``..data`` link into a directory with a new name. To change the content, write a
+    new directory and replace ``..data``.
     """
     kept = Path(tempfile.mkdtemp(prefix="..2026_", dir=directory))
     kept.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The image built from the Dockerfile: what it contains, and how it runs without a CPI."""
+"""Tests what the image built from the Dockerfile contains, and how it runs without a CPI."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ from tests.support.pods import Podman
 pytestmark = pytest.mark.image
 
 TOOLS = "bash tar sed umount mkdir rm ln ip chgrp sync cp chown chpst"
-"""Programs that the start commands of CPIs call."""
+"""Programs that CPIs' start commands call."""
 AT_HAND = "tcpdump ping arping traceroute lsof strace resolvconf resolvectl"
 """Programs that operators use in ``bosh ssh`` sessions, and tcpdump, which ``bosh pcap`` needs."""
 RSYSLOG = "imrelp omrelp lmnsd_gtls lmnsd_ossl mmjsonparse mmnormalize"
-"""rsyslog modules that are loaded by the configuration of syslog-release or by custom rules that operators give it."""
+"""rsyslog modules that are loaded by the configuration of syslog-release or by custom rules that operators add to it.
+"""
 
 
 async def test_container_without_settings_waits_for_them(site: ContainerSite) -> None:
-    """If there are no settings, or only an incomplete file, the readiness probe must report that the agent is waiting
-    for them.
-    """
     async with site.container() as container:
         assert await get(container, "/healthz") == (200, "ok\n")
         assert await get(container, "/readyz?level=agent") == (503, "waiting for settings\n")
@@ -46,7 +44,6 @@ async def test_container_without_settings_waits_for_them(site: ContainerSite) ->
 
 
 async def test_image_runs_without_a_network(podman: Podman, image: str) -> None:
-    """The agent must wait for its settings without changing any installed file."""
     async with pods.running(podman, image, options=("--network=none",)) as container:
         await container.until(1, "agent-shim", "probe", "ready")
 
@@ -55,9 +52,7 @@ async def test_image_runs_without_a_network(podman: Podman, image: str) -> None:
 
 
 def test_image_has_no_entrypoint_volumes_or_ports(podman: Podman, image: str) -> None:
-    """An entrypoint would be put in front of the complete commands that CPIs pass. Volumes and ports are declared by
-    the CPIs themselves.
-    """
+    """CPIs pass complete commands, which an entrypoint would break. They also declare volumes and ports themselves."""
     config = json.loads(podman("image", "inspect", image))[0]["Config"]
 
     assert config.get("Entrypoint") is None
@@ -100,7 +95,6 @@ def test_image_stays_below_its_size_limit(podman: Podman, image: str) -> None:
     ],
 )
 def test_image_has_the_expected_users_modes_and_tools(podman: Podman, image: str, command: str, output: str) -> None:
-    """The image must have a stemcell's users, modes and tools, but no secrets or host keys from its build."""
     run = podman.run("run", "--rm", "--network=none", image, "sh", "-c", command)
 
     assert run.stdout.decode().strip() == output
@@ -120,10 +114,7 @@ sshd -V 2>&1 | grep -q OpenSSH_10 || echo sshd
 
 
 @pytest.mark.skipif(not pods.IS_NEXT, reason="this base is not like Ubuntu 26.04: run ./dev test-next")
-def test_next_base_has_the_programs_of_ubuntu_26_04(podman: Podman, image: str) -> None:
-    """Scripts on this base must find uutils, sudo-rs, Python 3.14, OpenSSH 10 and our chpst under the usual command
-    names.
-    """
+def test_next_base_has_the_same_programs_as_ubuntu_26_04(podman: Podman, image: str) -> None:
     assert podman("run", "--rm", "--network=none", image, "bash", "-c", NEXT_PROGRAMS) == ""
 
 
@@ -145,8 +136,8 @@ EMPTY = ("etc/resolv.conf", "etc/hostname", "etc/machine-id")
 
 
 def test_image_has_no_traces_of_the_build_machine(podman: Podman, image: str, tmp_path: Path) -> None:
-    """The base image contains files of the machine on which it was built, such as resolv.conf, the host name and
-    package logs. In the image they must be empty or absent.
+    """The base image contains files from the machine on which it was built, such as resolv.conf, the host name and
+    package logs.
     """
     container = podman("create", image, "true").strip()
     try:
@@ -163,9 +154,6 @@ def test_image_has_no_traces_of_the_build_machine(podman: Podman, image: str, tm
 
 @pytest.mark.parametrize("way", ["bash -lic", "sudo -i", "su - vcap -c", "sudo -i -u vcap", "su - bosh_a -c"])
 async def test_operator_shells_have_the_agents_path_and_prompt(podman: Podman, image: str, way: str) -> None:
-    """In every kind of shell that an operator can open, PATH must contain the agent's commands, and the prompt must
-    show the instance.
-    """
     instance = "mkdir -p /var/vcap/instance && cd /var/vcap/instance && printf web >name && printf 0815 >id"
     user = "useradd -m -b /var/vcap/bosh_ssh -s /bin/bash bosh_a"
     show = 'bash -ic \'echo "$PATH"; echo "${PS1@P}"\''
@@ -179,7 +167,6 @@ async def test_operator_shells_have_the_agents_path_and_prompt(podman: Podman, i
 
 @pytest.mark.parametrize("way", [[], ["sudo"]])
 def test_agent_commands_are_in_the_path(podman: Podman, image: str, way: list[str]) -> None:
-    """The commands, including ``monit`` and ``bpm``, must be in the PATH even after sudo has reset it."""
     find = ["sh", "-c", "command -v agent-shim; command -v monit; command -v bpm"]
     said = podman("run", "--rm", "--network=none", image, *way, *find)
 
@@ -187,9 +174,7 @@ def test_agent_commands_are_in_the_path(podman: Podman, image: str, way: list[st
 
 
 def test_bpm_monit_and_bosh_agent_commands_run_the_agent(podman: Podman, image: str) -> None:
-    """The wheel does not install ``bpm``, ``monit`` and ``bosh-agent``, which are links to ``agent-shim``, so the image
-    must.
-    """
+    """The commands are links to ``agent-shim``. The wheel does not install them, so the image must."""
     ask = "bpm version; monit -V | tail -n 1; /opt/agent_shim/bin/bosh-agent -v"
     said = podman("run", "--rm", "--network=none", image, "sh", "-c", ask).splitlines()
     version = said[0]
@@ -206,9 +191,7 @@ def test_shells_in_the_image_complete_agent_commands(podman: Podman, image: str)
 
 
 async def test_env_bosh_options_are_applied_or_refused_with_a_log_message(site: ContainerSite) -> None:
-    """The agent must remove the static libraries listed in a file of the image, and keep its settings in memory. It
-    must refuse ``swap_size``, because swap space belongs to the host.
-    """
+    """``swap_size`` must be refused, because swap space belongs to the host."""
     settings = json.loads(site.settings())
     wishes = {"remove_static_libraries": True, "swap_size": 512, "agent": {"settings": {"tmpfs": True}}}
     settings["env"]["bosh"] |= wishes
@@ -225,7 +208,7 @@ async def test_env_bosh_options_are_applied_or_refused_with_a_log_message(site: 
 
 
 def test_vcap_needs_its_password_for_sudo(podman: Podman, image: str) -> None:
-    """As on a stemcell, vcap is in the group admin, whose members may use sudo with their password
+    """As on a stemcell, vcap is in the admin group, whose members may use sudo with their password
     (bosh-linux-stemcell-builder, stages/bosh_users).
     """
     tries = "sudo -n true 2>/dev/null || echo refused; echo secret | sudo -S -p '' id -un"
@@ -235,7 +218,7 @@ def test_vcap_needs_its_password_for_sudo(podman: Podman, image: str) -> None:
 
 
 async def test_bosh_pcap_can_capture_packets(podman: Podman, image: str) -> None:
-    """A user in a ``bosh ssh`` session must be able to run tcpdump with sudo, because ``bosh pcap`` does this."""
+    """``bosh pcap`` runs tcpdump with sudo in a ``bosh ssh`` session."""
     capture = "sudo -n tcpdump -i lo -c 2 -w - icmp 2>/tmp/said & until grep -q listening /tmp/said; do sleep 0.1; done"
     script = f"({capture}; ping -c 2 -q localhost >/dev/null; wait) | tcpdump -r - -n 2>/dev/null"
     user = 'useradd -m -G bosh_sudoers bosh_a && exec su bosh_a -s /bin/bash -c "$SCRIPT"'

@@ -1,4 +1,6 @@
-"""The image's PID 1 restarts a crashed agent without restarting the jobs, and shuts the container down in order."""
+"""The image's PID 1 restarts a crashed agent without restarting the jobs, and shuts the container down in an orderly
+way.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ TIERS = {
 
 
 def draining(seconds: float, *, leaves: str) -> dict[str, str]:
-    """Return a job whose drain script writes to the file ``leaves`` and then takes ``seconds`` to finish."""
+    """Return a job whose drain script writes to the ``leaves`` file and then takes ``seconds`` to finish."""
     drain = f"#!/bin/sh\necho drained > {leaves}\nsleep {seconds}\necho 0\n"
     return jobs.sleeper(Paths(), "sleeper") | {"bin/drain": drain}
 
@@ -46,12 +48,9 @@ async def pid_of_job(container: Container) -> str:
 
 
 @pytest.mark.parametrize("options", TIERS.values(), ids=TIERS.keys())
-async def test_container_starts_with_any_capabilities_or_user(
+async def test_container_starts_with_every_tested_user_and_capability_set(
     podman: Podman, image: str, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """Without settings, the agent must wait for them, even if it runs as an ordinary user on a read-only root file
-    system.
-    """
     tmp_path.chmod(0o777)
     options = ("--network=none", *(option.format(volume=tmp_path) for option in options))
     async with pods.running(
@@ -64,11 +63,10 @@ async def test_container_starts_with_any_capabilities_or_user(
 
 
 async def test_crashed_agent_is_restarted_and_jobs_continue(site: ContainerSite) -> None:
-    """The container must keep running, and the job must keep its pid."""
     async with site.container() as container:
         await container.put(SETTINGS, site.settings())
         await site.deploy()
-        # Wait until the agent has installed its packet filter rules. They must not block the restarted agent's
+        # Wait until the agent has installed its packet filter rules, which must not block the restarted agent's
         # connection to the bus.
         await container.until(0, "nft", "list", "table", "inet", "agent_shim")
         before = await pid_of_job(container), await container.exec(*AGENT_PID)
@@ -82,7 +80,6 @@ async def test_crashed_agent_is_restarted_and_jobs_continue(site: ContainerSite)
 
 @pytest.mark.parametrize("signal", ["TERM", "INT", "PWR"])
 async def test_stop_signals_to_pid_1_stop_the_container_in_order(site: ContainerSite, signal: str) -> None:
-    """Runtimes use different stop signals. Each of them must drain and stop the job, and the exit code must be 0."""
     leaves = "/var/vcap/data/trace"
     async with site.container("env", "-i", "/sbin/init") as container:
         await container.put(SETTINGS, site.settings())
@@ -95,7 +92,6 @@ async def test_stop_signals_to_pid_1_stop_the_container_in_order(site: Container
 
 
 async def test_unclean_container_stop_is_visible_in_the_exit_code(site: ContainerSite) -> None:
-    """The drain takes longer than the grace period. It must be aborted, and the container must exit with code 1."""
     async with site.container("/sbin/init", options=("--env=AGENT_SHIM_GRACE=4",)) as container:
         await container.put(SETTINGS, site.settings())
         await site.deploy({"sleeper": draining(600, leaves="/dev/null")})
@@ -125,7 +121,6 @@ async def test_stop_signal_aborts_a_drain_that_is_already_running(site: Containe
 
 
 async def test_operator_can_log_in_with_bosh_ssh(site: ContainerSite) -> None:
-    """The agent must start sshd for the first user and stop it when the last user is removed."""
     key = site.scratch / "key"
     await asyncio.to_thread(run, "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
     async with site.container("env", "-i", "/sbin/init") as container:
@@ -145,9 +140,7 @@ async def test_operator_can_log_in_with_bosh_ssh(site: ContainerSite) -> None:
 
 
 async def test_agent_does_not_inherit_the_container_environment(podman: Podman, image: str) -> None:
-    """A pod's environment variables must not reach job scripts, so the init passes only the agent's own variables on to
-    the agent.
-    """
+    """A pod's environment variables must not reach job scripts."""
     options = ("--network=none", "--env=SECRET=x", "--env=KUBERNETES_PORT=y", "--env=AGENT_SHIM_GRACE=9")
     async with pods.running(podman, image, options=options) as container:
         await container.until(1, *READY)
@@ -160,7 +153,6 @@ async def test_agent_does_not_inherit_the_container_environment(podman: Podman, 
 
 
 async def test_pid_1_reaps_orphans(podman: Podman, image: str) -> None:
-    """An orphan that has exited must not remain as a zombie."""
     async with pods.running(podman, image, options=("--network=none",)) as container:
         await container.until(1, *READY)
         waits = "until test -e /tmp/go; do sleep 0.1; done"

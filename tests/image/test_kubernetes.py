@@ -1,4 +1,4 @@
-"""Pods from deploy/kubernetes, run with ``podman kube play``.
+"""Tests the pods from deploy/kubernetes with ``podman kube play``.
 
 podman supports their commands, users, capabilities, read-only root file systems, ConfigMaps, host paths and restarts.
 It does not set the pod's group on volumes and does not call the preStop hook, so the tests do both.
@@ -36,8 +36,8 @@ LAST_WORDS: Final = ("/opt/agent_shim/bin/agent-shim", "drain", "--timeout", "50
 
 @dataclass(frozen=True)
 class Tier:
-    """What to expect of an overlay's pod. ``user`` is the agent's user, and ``called`` is the name by which ``doctor``
-    refers to the tier.
+    """What to expect of an overlay's pod. ``user`` is the agent's user, and ``called`` is the tier's name in
+    ``doctor``.
     """
 
     user: str
@@ -67,7 +67,7 @@ TOPICS: Final = frozenset(
 
 
 def judged(report: str) -> tuple[str, dict[str, str]]:
-    """Return the tier's name and the verdicts on ``TOPICS`` from a JSON report of ``doctor``."""
+    """Return the tier's name and the verdicts on ``TOPICS`` from a JSON report that ``doctor`` wrote."""
     said = json.loads(report)
     return said["tier"], {one["topic"]: one["verdict"] for one in said["findings"] if one["topic"] in TOPICS}
 
@@ -78,8 +78,9 @@ def example(podman: Podman, image: str) -> str:
 
 
 def adapted_manifests(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
-    """Return an overlay's manifests, adapted for ``kube play``, and the pod among them. Volumes become directories in
-    ``scratch``.
+    """Return an overlay's manifests, adapted for ``kube play``, and the pod among them.
+
+    Volumes become directories in ``scratch``.
     """
     documents = list(yaml.safe_load_all(manifests(name)))
     owner = next(document for document in documents if document["kind"] in ("StatefulSet", "Pod"))
@@ -100,7 +101,7 @@ def adapted_manifests(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
     pod["spec"]["volumes"] = kept
     for container in pod["spec"]["containers"]:
         container["image"] = EXAMPLE if container["image"] == EXAMPLE else pods.IMAGE
-        # podman would publish the ports on this machine, where other programs may already use them.
+        # Do not publish the ports on this machine, where other programs may already use them.
         for member in ("startupProbe", "livenessProbe", "readinessProbe", "ports"):
             container.pop(member, None)
     maps = [document for document in documents if document["kind"] == "ConfigMap"]
@@ -110,8 +111,9 @@ def adapted_manifests(name: str, scratch: Path) -> tuple[str, dict[str, Any]]:
 def mapped(
     text: str, pod: dict[str, Any], network: pods.ContainerNetwork, scratch: Path
 ) -> tuple[tuple[str, ...], list[str]]:
-    """Return the options and the command with which ``podman run`` simulates a pod with a user namespace. ``kube play``
-    does not support such pods.
+    """Return the options and the command that make ``podman run`` simulate a pod with a user namespace.
+
+    ``kube play`` does not support such pods.
     """
     spec = pod["spec"]["containers"][0]
     (scratch / "config").mkdir()
@@ -132,8 +134,8 @@ def mapped(
 async def played(
     podman: Podman, network: pods.ContainerNetwork, name: str, scratch: Path, secret: tuple[str, str] | None = None
 ) -> AsyncIterator[Container]:
-    """Run an overlay's pod and yield its container. ``secret`` is the name and the content of a file in the volume
-    "settings".
+    """Run an overlay's pod and yield its container. ``secret`` is the name and the content of a file in the "settings"
+    volume.
     """
     text, pod = adapted_manifests(name, scratch)
     if secret:
@@ -179,7 +181,7 @@ async def address(container: Container) -> str:
 
 
 async def user_of(container: Container, words: str) -> str:
-    """Return the user ids of all processes whose command line matches the pattern ``words``, separated by spaces."""
+    """Return the user ids of all processes whose command line matches ``words``, separated by spaces."""
     pids = (await container.exec("pgrep", "--full", words)).split()
     users = await container.exec("stat", "--format=%u", *(f"/proc/{pid}" for pid in pids))
     return " ".join(sorted(set(users.split())))
@@ -189,7 +191,6 @@ async def user_of(container: Container, words: str) -> str:
 async def test_job_answers_in_every_security_tier(
     podman: Podman, example: str, network: pods.ContainerNetwork, tmp_path: Path, name: str, tier: Tier
 ) -> None:
-    """The pod must become ready, ``doctor`` must report the tier's privileges, and the job must be drained."""
     async with played(podman, network, name, tmp_path) as container:
         assert await answer(container, 9190, "/readyz") == "jobs are running\n"
         assert await answer(container, 8080, "/") == "hello from hello\n"
@@ -201,10 +202,7 @@ async def test_job_answers_in_every_security_tier(
         assert (tmp_path / "store/hello/starts.txt").read_text() == "prepared\ndrained\n"
 
 
-async def test_pod_of_the_cpi_runs_jobs_after_a_secret_change_or_a_container_restart(site: ContainerSite) -> None:
-    """A Director deploys to the pod. When the settings in the Secret change, the agent must not be restarted. When the
-    container is restarted, the disk must be mounted and the job started again.
-    """
+async def test_cpi_pod_runs_jobs_after_a_secret_change_and_a_container_restart(site: ContainerSite) -> None:
     disk = {"system": "", "persistent": {"disk-1": "/warden-cpi-dev/disk-1"}}
     file = "config.json"
     async with played(site.podman, site.network, "cpi", site.scratch, (file, site.settings(disks=disk))) as container:
@@ -228,9 +226,7 @@ async def test_pod_of_the_cpi_runs_jobs_after_a_secret_change_or_a_container_res
 
 
 async def kill_from_outside(podman: Podman, container: Container) -> None:
-    """Kill PID 1 from the host, because podman does not restart a container that was stopped with podman's own
-    commands.
-    """
+    """Kill PID 1 from the host, because podman does not restart a container that its own commands have stopped."""
     form = "{{.State.Pid}}"
     first = int(await asyncio.to_thread(podman, "inspect", "--format", form, container.name))
     os.kill(first, 9)
@@ -242,9 +238,6 @@ async def kill_from_outside(podman: Podman, container: Container) -> None:
 async def test_restarted_container_starts_its_job_again(
     podman: Podman, example: str, network: pods.ContainerNetwork, tmp_path: Path
 ) -> None:
-    """The pod's restart policy restarts the container. The agent must start the job without a request from a
-    Director.
-    """
     async with played(podman, network, "base", tmp_path) as container:
         assert await answer(container, 8080, "/starts.txt") == "prepared\n"
         await kill_from_outside(podman, container)
@@ -268,7 +261,7 @@ def remove_pod(podman: Podman, manifest: Path, pod: str) -> None:
 async def test_example_pod_keeps_its_disk_when_it_is_started_again(
     podman: Podman, example: str, network: pods.ContainerNetwork, tmp_path: Path
 ) -> None:
-    """The test uses the commands in docs/kubernetes.md."""
+    """The test runs the commands in docs/kubernetes.md."""
     name = f"shim-again-{os.getpid()}"
     volumes = {kind: f"{name}-{kind}" for kind in ("agent", "store")}
     settings, pod = yaml.safe_load_all((DEPLOY / "example/pod.yaml").read_text())
@@ -300,9 +293,6 @@ async def test_example_pod_keeps_its_disk_when_it_is_started_again(
 async def test_doctor_proposes_no_further_changes_after_its_patch_is_applied(
     podman: Podman, image: str, network: pods.ContainerNetwork, tmp_path: Path
 ) -> None:
-    """kubectl must accept the patch that ``doctor`` proposes. In a container with that patch, ``doctor`` must propose
-    nothing.
-    """
     name = f"shim-patch-{os.getpid()}"
     context = {"readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"], "add": ["CHOWN", "NET_RAW"]}}
     program = {"name": "instance", "image": pods.IMAGE, "command": ["sleep", "infinity"], "securityContext": context}

@@ -21,7 +21,8 @@ OLDEST = {
     "unmodified-copy": "1.25",
     **dict.fromkeys(("../cpi/privileged", "../cpi/baseline", "../cpi/restricted", "../cpi/cluster-reader"), "1.25"),
 }
-"""Maps each directory of manifests to the oldest Kubernetes version that the manifests support and the validator knows.
+"""Maps each directory of manifests to the oldest Kubernetes version that the manifests support and the validator
+knows.
 """
 NEWEST = "1.37"
 
@@ -36,7 +37,6 @@ def tool(name: str) -> str:
 
 @pytest.mark.parametrize(("name", "version"), [*OLDEST.items(), *dict.fromkeys(OLDEST, NEWEST).items()])
 def test_kubernetes_manifests_are_valid(name: str, version: str, tmp_path: Path) -> None:
-    """Every field must exist in both the oldest and the newest Kubernetes version."""
     manifest = tmp_path / "manifest.yaml"
     manifest.write_text(manifests(name))
     validate = [tool("kubernetes-validate"), "--strict", "--kubernetes-version", version, str(manifest)]
@@ -46,9 +46,6 @@ def test_kubernetes_manifests_are_valid(name: str, version: str, tmp_path: Path)
 
 
 def test_monitoring_component_adds_monitoring_to_an_instance(tmp_path: Path) -> None:
-    """The monitoring objects must be in the namespace that the overlay sets. The dashboard must be in a ConfigMap with
-    the label that Grafana's sidecar looks for.
-    """
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
     overlay = {
         "namespace": "mine",
@@ -91,8 +88,8 @@ def dashboard_losses(path: Path) -> list[str]:
     return said.split()
 
 
-def test_grafana_reads_the_dashboard_without_loss(tmp_path: Path) -> None:
-    """Grafana's own library reads the dashboard and writes it again, which would drop a misspelt field."""
+def test_grafana_preserves_every_dashboard_field(tmp_path: Path) -> None:
+    """Grafana's own library reads the dashboard and writes it again. A misspelt field would be lost."""
     path = ROOT / "deploy/grafana/agent-shim.json"
     misspelt = tmp_path / "misspelt.json"
     misspelt.write_text(path.read_text().replace('"gridPos"', '"gridPosition"', 1))
@@ -102,7 +99,6 @@ def test_grafana_reads_the_dashboard_without_loss(tmp_path: Path) -> None:
 
 
 def test_workflows_are_valid_and_safe() -> None:
-    """The workflows must satisfy GitHub's schema and a security linter."""
     files = sorted(map(str, (ROOT / ".github/workflows").iterdir()))
     schema = [tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", *files]
     for command in (schema, [tool("zizmor"), "--offline", "--no-progress", *files]):

@@ -1,4 +1,4 @@
-"""The image can be built if the certificate of the package index was signed by a private CA."""
+"""The image can be built if the package index's certificate was signed by a private CA."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def index(wheels: Path, where: Path) -> Iterator[str]:
         server.server_close()
 
 
-def test_image_is_built_behind_a_private_ca(podman: Podman, base: str, image: str, tmp_path: Path) -> None:
+def test_image_can_be_built_with_a_private_ca(podman: Podman, base: str, image: str, tmp_path: Path) -> None:
     """The test uses the commands in docs/kubernetes.md. Without the CA certificate, the build must fail."""
     version = podman("run", "--rm", "--network=none", image, "/opt/agent_shim/python/bin/python3", "-V").split()[1]
     wheels, tree = tmp_path / "wheels", tmp_path / "tree"

@@ -1,4 +1,4 @@
-"""The renderer image as an init container, with read-only inputs and the pod's environment variables."""
+"""Tests the renderer image as an init container, with read-only inputs and the pod's environment variables."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.image
 
 @pytest.fixture(scope="module")
 def renderer(podman: Podman, base: str, image: str) -> str:
-    """Build the renderer after the image, with which it shares most layers, instead of at the same time."""
+    """Build the renderer once the image exists, because the two share most layers."""
     return pods.build(podman, base, "renderer")
 
 
-@pytest.mark.timeout(1800)  # includes the build of the image on a busy machine
+@pytest.mark.timeout(1800)  # includes the time to build the image on a busy machine
 @pytest.mark.parametrize("index", [0, 1])
 def test_pod_renders_its_own_instance(podman: Podman, renderer: str, tmp_path: Path, index: int) -> None:
     job = tmp_path / "release/jobs/web"

@@ -1,4 +1,4 @@
-"""Stand-ins for the commands that releases use to control system services, in a container without systemd."""
+"""Tests the stand-ins for the commands that releases use to control system services, in a container without systemd."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def container(podman: Podman, image: str) -> AsyncIterator[Container]:
 
 
 async def shell_output(container: Container, command: str) -> str:
-    """Run a shell command in the container. Return its stdout and stderr, and its exit code in a last line."""
+    """Run a shell command in the container. Return its stdout and stderr, followed by a line with its exit code."""
     return await container.exec("sh", "-c", f"{command} 2>&1; echo $?")
 
 
@@ -56,16 +56,10 @@ async def shell_output(container: Container, command: str) -> str:
     ],
 )
 async def test_service_commands_answer_like_the_real_programs(container: Container, command: str, wanted: str) -> None:
-    """Output and exit codes must equal those of systemctl, service and sv, and the services must change as
-    requested.
-    """
     assert await shell_output(container, command) == wanted
 
 
-async def test_runit_service_of_a_release_is_supervised(container: Container) -> None:
-    """If a release adds a directory to /etc/sv, ``sv`` must be able to start the service, and the init must supervise
-    it.
-    """
+async def test_runit_service_from_a_release_is_supervised(container: Container) -> None:
     await container.exec(
         *("sh", "-c"),
         "mkdir -p /etc/sv/own && printf '#!/bin/sh\\nexec sleep 1000\\n' >/etc/sv/own/run && chmod 755 /etc/sv/own/run",
@@ -81,7 +75,7 @@ async def test_syslog_messages_are_written_to_var_log_syslog(container: Containe
     await container.until(0, "grep", "-q", "somebody: hello", "/var/log/syslog")
 
 
-async def test_resolvectl_puts_the_name_server_of_bosh_dns_first_and_removes_it(container: Container) -> None:
+async def test_resolvectl_adds_and_removes_the_bosh_dns_name_server(container: Container) -> None:
     """bosh-dns adds its name server with resolvectl when it starts, and removes it when it stops."""
     await container.exec("sh", "-c", "echo 'nameserver 192.0.2.1' >/etc/resolv.conf")
     await container.exec("resolvectl", "dns", "bosh-dns", "169.254.0.2")
@@ -94,10 +88,7 @@ async def test_resolvectl_puts_the_name_server_of_bosh_dns_first_and_removes_it(
 
 
 async def test_logrotate_rotates_only_system_logs(container: Container) -> None:
-    """The agent rotates job logs itself. If logrotate copied and truncated the same files, lines would be lost.
-
-    System logs are renamed instead of truncated, and the programs that write them continue in a new file.
-    """
+    """The agent rotates job logs itself. If logrotate copied and truncated the same files, lines would be lost."""
     await container.exec(
         "sh", "-c", "mkdir -p /var/vcap/data/sys/log/job; yes | head -c 60M >/var/vcap/data/sys/log/job/job.log"
     )
@@ -154,9 +145,7 @@ CHPST = [
 
 @pytest.mark.parametrize(("arguments", "code"), CHPST)
 async def test_chpst_behaves_like_runits_chpst(container: Container, arguments: str, code: int) -> None:
-    """The output and exit codes are compared with those of runit's chpst if the base image contains it. Only error
-    messages may differ.
-    """
+    """Our chpst is compared with runit's, if the base image contains it. Only error messages may differ."""
     await container.exec(
         "sh",
         "-c",
@@ -182,7 +171,7 @@ async def test_chpst_passes_its_environment_on_unchanged(container: Container) -
     assert seen == "A=b\n"
 
 
-async def test_resolvconf_puts_the_server_of_the_head_file_first(container: Container) -> None:
+async def test_resolvconf_puts_the_name_server_from_the_head_file_first(container: Container) -> None:
     """bosh-dns on older stemcells writes its server to ``resolv.conf.d/head`` and calls resolvconf."""
     script = """
     mkdir -p /etc/resolvconf/resolv.conf.d; head=/etc/resolvconf/resolv.conf.d/head

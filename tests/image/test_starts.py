@@ -1,4 +1,4 @@
-"""The image must run jobs under each known CPI, with that CPI's start command and its way of passing settings.
+"""The image runs jobs under each known CPI, with that CPI's start command and its way of passing settings.
 
 The commands are copied from the CPIs. Most of them are chains with ``&&``, so the container exits if one command fails.
 """
@@ -43,7 +43,7 @@ def chain(*commands: str) -> tuple[str, ...]:
 class CpiStart:
     """A CPI's start ``command``, and how the CPI passes settings and disks.
 
-    The settings are at ``path``. They are copied into the running container, or with ``volume`` they are mounted. With
+    The settings are at ``path``. They are copied into the running container or, with ``volume``, mounted. With
     ``directory``, the volume is a directory with links, as the kubelet creates it for a Secret. With ``whole_tree``,
     another volume hides the image's /var/vcap. ``disks`` is the directory in which disks appear, and ``options`` are
     passed to ``podman run``.
@@ -155,7 +155,7 @@ def disks_of(directory: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DiskDirectory:
-    """A directory of the host that a container sees, and into which disks can be mounted while the container runs."""
+    """A host directory that is visible in a container. Disks can be mounted in it while the container runs."""
 
     place: Path
     kept: Path
@@ -203,7 +203,6 @@ def _volume(scratch: Path, cpi: CpiStart, document: str) -> str:
 
 @pytest.mark.parametrize("cpi", CPIS.values(), ids=CPIS.keys())
 async def test_image_runs_jobs_under_every_cpi(site: ContainerSite, cpi: CpiStart) -> None:
-    """The image's init must be PID 1, the agent must deploy a job, and the container must stop with exit code 0."""
     async with started(site, cpi) as container:
         await site.deploy()
         heartbeat = await site.monitor.wait_for("heartbeat", AGENT)
@@ -216,11 +215,9 @@ async def test_image_runs_jobs_under_every_cpi(site: ContainerSite, cpi: CpiStar
 
 
 @pytest.mark.parametrize("cpi", CPIS.values(), ids=CPIS.keys())
-async def test_container_names_resolve_from_boot_on(site: ContainerSite, cpi: CpiStart) -> None:
-    """If a CPI unmounts /etc/hosts, the image's own file, which is empty, becomes visible. The agent must fill it at
-    boot, because the Director never sends DNS records to a compilation VM.
-
-    If a CPI unmounts /etc/hostname, the agent must also set the host name.
+async def test_container_resolves_its_own_host_name_after_boot(site: ContainerSite, cpi: CpiStart) -> None:
+    """If a CPI unmounts /etc/hosts, the image's own empty file becomes visible. The agent must fill it at boot, because
+    the Director never sends DNS records to a compilation VM.
     """
     async with started(site, cpi) as container:
         given = (await container.exec("hostname")).strip()
@@ -242,11 +239,8 @@ def servers(resolv_conf: str) -> list[str]:
 
 
 async def test_agent_runs_next_to_another_pid_1(site: ContainerSite) -> None:
-    """Garden runs its own PID 1 and executes the start command as a separate process. The agent must start although an
+    """Garden runs its own PID 1 and executes the start command as a separate process. The agent must start even if an
     unmount in that command fails.
-
-    A disk is then attached live: a mount appears, and the settings are written again. The agent must mount the disk on
-    the store.
     """
     script = "\n".join([*UMOUNT, "umount /etc/nothing", *SYS, NO_CHRONY, RUNSVDIR])
     disks = DiskDirectory(site.scratch / "disks", site.scratch / "kept")
@@ -268,10 +262,9 @@ async def test_agent_runs_next_to_another_pid_1(site: ContainerSite) -> None:
 
 
 async def test_jobs_run_again_after_a_recreation_by_the_docker_cpi(site: ContainerSite) -> None:
-    """To attach a disk, the Docker CPI kills the container, deletes its data and starts a new container. Saved files
-    are copied into the new container only after it has started.
-
-    Until then, the agent has an incomplete settings file, and credentials that the bus no longer accepts.
+    """To attach a disk, the Docker CPI kills the container, deletes its data and starts a new container. Until the CPI
+    has copied the saved files, the agent has an incomplete settings file and credentials that the bus no longer
+    accepts.
     """
     cpi = CPIS["docker, runit"]
     disk = site.scratch / "disk"
@@ -301,11 +294,7 @@ async def test_jobs_run_again_after_a_recreation_by_the_docker_cpi(site: Contain
 
 @pytest.mark.parametrize("name", ["kubernetes (cppforlife)", "kubernetes (sykesm)", "kubernetes (SAP)"])
 async def test_jobs_run_again_after_a_recreation_by_the_kubernetes_cpis(site: ContainerSite, name: str) -> None:
-    """The new pod has the disk. Because the Director sends no hint, the agent must find the disk's path in the
-    settings.
-
-    If the pod is recreated once more, the agent must mount the disk before the Director requests it.
-    """
+    """The Director sends no disk hint, so the agent must find the disk's path in the settings."""
     cpi = CPIS[name]
     disk = site.scratch / "disk"
     disk.mkdir()
@@ -328,10 +317,8 @@ async def test_jobs_run_again_after_a_recreation_by_the_kubernetes_cpis(site: Co
 
 
 async def test_jobs_run_again_after_a_restart_with_the_same_root_file_system(site: ContainerSite) -> None:
-    """The LXD CPI restarts the container to reboot the VM or to attach a disk. As the disk hint it sends a map that
-    contains the path, where most CPIs send the path itself. The agent must find the disk from such a map.
-
-    After the second restart, the disk must be mounted and the job must run without another deploy.
+    """The LXD CPI restarts the container to reboot the VM or to attach a disk. Its disk hint is a map that contains the
+    path, while most CPIs send the path itself.
     """
     cpi = CPIS["lxd"]
     disks = DiskDirectory(site.scratch / "disks", site.scratch / "kept")
@@ -361,9 +348,7 @@ async def test_jobs_run_again_after_a_restart_with_the_same_root_file_system(sit
 
 
 async def test_jobs_run_again_in_a_new_container_with_the_same_volumes(site: ContainerSite) -> None:
-    """A kubelet gives a restarted container a new root file system. The agent must start the jobs without another
-    deploy.
-    """
+    """A kubelet gives a restarted container a new root file system."""
     cpi = CPIS["kubernetes (sykesm)"]
     data = site.scratch / "data"
     data.mkdir()

@@ -48,9 +48,6 @@ def test_stemcell_image_has_the_build_time_as_modification_time(unpacked: Path) 
 
 
 def test_stemcell_has_the_members_that_director_and_cpis_expect(unpacked: Path) -> None:
-    """The manifest must contain the digests of the image, and the SBOMs must contain the licence and the dependencies
-    of each package.
-    """
     manifest = yaml.safe_load((unpacked / "stemcell.MF").read_text())
     sums = [hashlib.new(name, (unpacked / "image").read_bytes()).hexdigest() for name in ("sha1", "sha256")]
     parts = {path.name for path in unpacked.iterdir()}
@@ -89,10 +86,8 @@ def test_stemcell_tarball_is_not_larger_than_its_content(unpacked: Path) -> None
     assert int((unpacked.parent / "size").read_text()) < packed * 1.001
 
 
-def test_stemcell_for_another_operating_system_than_its_image_is_rejected(
-    podman: Podman, image: str, tmp_path: Path
-) -> None:
-    """With the wrong operating system in its manifest, the stemcell would get the wrong addons from the Director."""
+def test_stemcell_with_the_wrong_operating_system_is_rejected(podman: Podman, image: str, tmp_path: Path) -> None:
+    """The Director would give such a stemcell the wrong addons."""
     program = [sys.executable, str(ROOT / "stemcell_overlay/stemcell.py"), "--image", image, "--out", str(tmp_path)]
     environment = {**os.environ, "CONTAINERS_CONF": str(podman.config)}
     done = subprocess.run([*program, "--os", "ubuntu-xenial"], capture_output=True, text=True, env=environment)
@@ -103,7 +98,7 @@ def test_stemcell_for_another_operating_system_than_its_image_is_rejected(
 
 
 async def test_unpacked_stemcell_image_starts(podman: Podman, unpacked: Path) -> None:
-    """The warden CPI imports only the files of the image, not its metadata, and runs its own start command."""
+    """The warden CPI imports only the image's files, not its metadata, and runs its own start command."""
     root = unpacked / "root"
     root.mkdir()
     unpack = ["tar", "-xzf", str(unpacked / "image"), "-C", str(root)]

@@ -1,4 +1,4 @@
-"""The systemd units, in an unprivileged container with systemd as PID 1."""
+"""Tests the systemd units in an unprivileged container with systemd as PID 1."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def with_systemd(podman: Podman, image: str) -> str:
 
 @pytest.fixture
 async def container(site: ContainerSite, with_systemd: str) -> AsyncIterator[Container]:
-    """Run systemd in a container. The watchdog timeout of the agent's unit is set to two seconds."""
+    """Run systemd in a container. The watchdog timeout in the agent's unit is set to two seconds."""
     options = (f"--network={site.network.name}", *systemd_options(), f"--volume={site.blobs}:/blobs:ro")
     site.blobs.mkdir()
     drop_in = {f"/etc/systemd/system/{UNIT}.d/quick.conf": QUICK}
@@ -49,7 +49,7 @@ async def container(site: ContainerSite, with_systemd: str) -> AsyncIterator[Con
 def systemd_options() -> tuple[str, ...]:
     """Return the podman options for systemd as PID 1.
 
-    systemd 258 and newer require cgroup v2, but podman mounts cgroup v1 on a machine whose controllers belong to v1.
+    systemd 258 and newer require cgroup v2, but podman mounts cgroup v1 on a machine whose controllers are in v1.
     Such a machine usually has a v2 hierarchy without controllers as well, which is enough for the units.
     """
     if not pods.IS_NEXT or (CGROUPS / "cgroup.controllers").exists():
@@ -67,8 +67,7 @@ async def shown(container: Container, member: str) -> str:
     return (await container.exec("systemctl", "show", "--value", "--property", member, UNIT)).strip()
 
 
-async def test_restart_of_the_agent_unit_does_not_restart_jobs(site: ContainerSite, container: Container) -> None:
-    """The unit must also be active before there are settings, and its alias bosh-agent must work."""
+async def test_restarting_the_agent_unit_does_not_restart_jobs(site: ContainerSite, container: Container) -> None:
     await container.until(0, "systemctl", "is-active", "--quiet", "bosh-agent")
     await container.put(SETTINGS, site.settings())
     await site.deploy()
@@ -92,9 +91,6 @@ async def test_sshd_unit_finds_host_keys(container: Container) -> None:
 
 
 async def test_systemd_watchdog_restarts_a_hanging_agent(container: Container) -> None:
-    """A working agent must keep running beyond the watchdog timeout. An agent stopped with SIGSTOP must be killed and
-    restarted.
-    """
     await container.until(0, "systemctl", "is-active", "--quiet", UNIT)
     first = await shown(container, "MainPID")
     await container.until(0, "sh", "-c", f"test $(ps -o etimes= -p {first}) -ge 5")

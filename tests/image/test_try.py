@@ -63,7 +63,7 @@ def release(where: Path, spec: str = SPEC) -> Path:
 
 
 @pytest.mark.timeout(1800)
-def test_try_runs_a_source_release(podman: Podman, image: str, tmp_path: Path) -> None:
+def test_try_command_runs_a_source_release(podman: Podman, image: str, tmp_path: Path) -> None:
     name = f"agent-shim-test-try-{os.getpid()}"
     argv = ["-m", "agent_shim", "try", str(release(tmp_path)), "--image", image, "--name", name, "--tool", "podman"]
     environment = {**os.environ, "CONTAINERS_CONF": str(podman.config)}
@@ -79,7 +79,7 @@ def test_try_runs_a_source_release(podman: Podman, image: str, tmp_path: Path) -
     assert [line.split()[:2] for line in done.stdout.splitlines()][-1] == ["web", "running"]
 
 
-def test_try_reports_a_missing_property_before_it_compiles(podman: Podman, image: str, tmp_path: Path) -> None:
+def test_try_command_reports_a_missing_property_before_compiling(podman: Podman, image: str, tmp_path: Path) -> None:
     tarball = release(tmp_path, SPEC.replace("default: 9999", ""))
     argv = ["-m", "agent_shim", "try", str(tarball), "--image", image, "--tool", "podman"]
     environment = {**os.environ, "CONTAINERS_CONF": str(podman.config)}

@@ -1,4 +1,4 @@
-"""Runs the agent on an unmodified stemcell image. The agent is in a volume, and applies the overlay each time the
+"""Tests the agent on an unmodified stemcell image. The agent is in a volume, and applies the overlay whenever the
 container starts.
 """
 
@@ -22,19 +22,19 @@ APPLY = ("/opt/agent_shim/python/bin/python3", "-IB", "/opt/agent_shim/overlay/a
 
 @pytest.fixture(scope="module")
 def volume(podman: Podman, base: str, image: str) -> str:
-    """Provide an image that contains only the files of /opt/agent_shim and can be mounted as an image volume."""
+    """Return an image that contains only the files in /opt/agent_shim and can be mounted as an image volume."""
     return pods.build(podman, base, "volume")
 
 
 @pytest.fixture(scope="module")
 def stemcell(podman: Podman, base: str, image: str) -> str:
-    """Provide a Debian image that has a stemcell's packages but no files of the agent."""
+    """Return a Debian image that has a stemcell's packages but no agent files."""
     return pods.build(podman, base, "system")
 
 
 @pytest.fixture(scope="module")
 def copied(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide a directory into which the agent was copied, as an init container does with an emptyDir."""
+    """Return a directory into which the agent was copied, as an init container does with an emptyDir."""
     where = tmp_path_factory.mktemp("agent")
     where.chmod(0o777)
     podman(
@@ -47,9 +47,6 @@ def copied(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFactory)
 async def test_unmodified_stemcell_runs_the_agent_from_a_volume(
     site: ContainerSite, stemcell: str, volume: str, copied: Path, way: str
 ) -> None:
-    """The volume must not be changed. After a restart, the start script must recognize that the overlay has already
-    been applied.
-    """
     image_volume = f"--mount=type=image,source={volume},destination=/opt/agent_shim"
     option = image_volume if way == "image volume" else f"--volume={copied}:/opt/agent_shim:ro"
     unmodified = dataclasses.replace(site, image=stemcell)
@@ -76,8 +73,8 @@ def test_overlay_applied_twice_changes_nothing(podman: Podman, stemcell: str, vo
     assert int(second) == 0
 
 
-async def test_overlay_reports_missing_libraries_of_the_interpreter(podman: Podman, base: str, volume: str) -> None:
-    """Plain Debian lacks some of a stemcell's packages, and the error must name them."""
+async def test_overlay_reports_missing_interpreter_libraries(podman: Podman, base: str, volume: str) -> None:
+    """Plain Debian lacks some of a stemcell's packages."""
     mount = f"--mount=type=image,source={volume},destination=/opt/agent_shim"
     run = await asyncio.to_thread(podman.run, "run", "--rm", "--network=none", mount, base, *START)
 

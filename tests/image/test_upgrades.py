@@ -1,4 +1,4 @@
-"""Upgrades from earlier releases, and rollbacks, with running jobs and a disk.
+"""Tests upgrades from earlier releases, and rollbacks, with running jobs and a disk.
 
 Some tests replace the agent while jobs run. The others create a new container with the same volumes, as a kubelet and
 the Kubernetes CPIs do.
@@ -26,7 +26,7 @@ from tests.support.source import ROOT
 pytestmark = pytest.mark.image
 
 FORMER: Final = {"0.2.0": "9b696af0"}
-"""Version and commit of each of the last two releases. So far there is only one."""
+"""Version and commit of each of the last two releases. So far, there is only one such release."""
 CPI: Final = CPIS["kubernetes (sykesm)"]
 OVERLAY: Final = ("stemcell_overlay", "systemd")
 PID: Final = ("cat", "/var/vcap/sys/run/sleeper/sleeper.pid", "/var/vcap/sys/run/user/user.pid")
@@ -46,8 +46,8 @@ class ReleasedImage:
     tree: Path
 
     async def install(self, podman: Podman, container: Container) -> None:
-        """Replace the agent in a running container and restart it, as docs/upgrading.md describes under "Staying
-        current".
+        """Replace the agent in a running container and restart it, as docs/upgrading.md describes under
+        "Upgrading without stopping jobs".
         """
         read = ("run", "--rm", "--network=none", self.image, "sh", "-c", PUT_PROGRAM)
         program = (await asyncio.to_thread(podman.run, *read)).stdout
@@ -65,9 +65,9 @@ class ReleasedImage:
 def former(
     request: pytest.FixtureRequest, podman: Podman, base: str, tmp_path_factory: pytest.TempPathFactory
 ) -> ReleasedImage:
-    """Build the image of an earlier release from its own source.
+    """Build an earlier release's image from that release's source.
 
-    The Dockerfile of 0.2.0 passes a file with locale aliases to localedef. Newer bases, such as Ubuntu 26.04, do not
+    The Dockerfile in 0.2.0 passes a file with locale aliases to localedef. Newer bases, such as Ubuntu 26.04, do not
     have this file, so the option is removed.
     """
     tree = tmp_path_factory.mktemp("former")
@@ -88,7 +88,7 @@ def now(image: str) -> ReleasedImage:
 def release(version: str) -> Mapping[str, Mapping[str, str | bytes]]:
     """Return two jobs: ``sleeper`` runs as root, and ``user`` runs as vcap and needs access through ``/var/vcap/data``.
 
-    A script of ``user`` depends on ``version``, so another version is a changed job.
+    One of the ``user`` job's scripts depends on ``version``, so another version changes the job.
     """
     user = jobs.process(Paths(), "user", "echo $$ >$pidfile; exec chpst -u vcap:vcap /var/vcap/jobs/user/bin/run")
     run = f"#!/bin/sh\n# {version}\nexec sleep 1000\n"
@@ -128,7 +128,7 @@ async def test_upgrade_and_rollback_keep_jobs_on_the_same_volumes(
             await container.stop()
 
 
-async def test_rollback_runs_jobs_of_vcap_on_a_volume_created_with_mode_0750(
+async def test_rollback_runs_vcaps_jobs_on_a_volume_created_with_mode_0750(
     site: ContainerSite, former: ReleasedImage, now: ReleasedImage
 ) -> None:
     """Under the earlier release, vcap could not enter a volume with this mode. This release changes the mode, so vcap
@@ -148,7 +148,6 @@ async def test_rollback_runs_jobs_of_vcap_on_a_volume_created_with_mode_0750(
 async def test_agent_program_is_replaced_and_restored_without_restarting_jobs(
     site: ContainerSite, podman: Podman, former: ReleasedImage, now: ReleasedImage
 ) -> None:
-    """In the running container, the agent is replaced first with this release and then with the earlier one."""
     disk = site.scratch / "disk"
     disk.mkdir()
     settings = site.settings(disks=disks_of(CPI.disks))

@@ -1,4 +1,4 @@
-"""``./dev test-kubernetes``: run the tests of this directory in new namespaces, where they start a Kubernetes node."""
+"""``./dev test-kubernetes``: run this directory's tests in new namespaces, where they start a Kubernetes node."""
 
 from __future__ import annotations
 

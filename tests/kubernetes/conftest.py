@@ -18,7 +18,9 @@ NODE = pytest.StashKey[FirstNode]()
 
 @pytest.fixture(scope="session")
 def node(request: pytest.FixtureRequest) -> FirstNode:
-    """Start the node and wait until it can run pods. After the last test, it is killed with its namespaces."""
+    """Start the node and wait until it can run pods. The node is killed together with its namespaces after the last
+    test.
+    """
     made = FirstNode(nodes.here())
     request.config.stash[NODE] = made
     made.start()

@@ -1,7 +1,7 @@
-"""Tests the admission policy in deploy/cpi with a real API server. The policy must restrict somebody who has stolen the
-CPI's token, but not the CPI itself.
+"""The admission policy in deploy/cpi restricts somebody who has stolen the CPI's token, but not the CPI itself.
 
-In these tests the CPI's account has all RBAC permissions, so every refusal comes from the policy.
+The policy runs in a real API server. The CPI's account has all RBAC permissions, so every refusal comes from the
+policy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Document = dict[str, Any]
 
 NAMESPACE = "bosh"
 REFUSED = (403, 422)
-"""HTTP statuses of a refusal. The API server uses 422 unless the policy specifies another reason than ``Invalid``."""
+"""HTTP statuses of a refusal. The API server uses 422 unless the policy specifies a reason other than ``Invalid``."""
 ACCOUNT = f"system:serviceaccount:{NAMESPACE}:bosh-cpi"
 PROGRAM = (ROOT / "kubernetes_cpi/attachment_program.py").read_text()
 PARAMETERS = {"program": PROGRAM, "images": "registry.example/ other.example/agents/", "privileged_vms": "false"}
@@ -56,7 +56,7 @@ VERSIONS = {
 
 
 def document(kind: str, name: str, label: str, **more: Any) -> Document:
-    """Return an object with the CPI's labels, among them the kind ``label``. If ``label`` is "", the object has no
+    """Return an object with the CPI's labels, including ``label`` as its kind. If ``label`` is "", the object has no
     labels.
     """
     labels = LABELS | {"cpi.bosh.io/kind": label, "cpi.bosh.io/vm": VM} if label else {}
@@ -127,8 +127,8 @@ def with_volume(name: str, source: Document, path: str) -> Callable[[Document], 
 
 
 def copying(**members: Any) -> Callable[[Document], object]:
-    """Return a change that adds the init container with which the CPI copies the agent for unmodified stemcells.
-    ``members`` override the container's fields.
+    """Return a change that adds the init container that copies the agent for unmodified stemcells. ``members`` override
+    the container's fields.
     """
     copier = {
         "name": "agent",
@@ -463,9 +463,7 @@ def path_of(one: Document) -> str:
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """Provide an API server with the policy. Its namespace contains some objects of the CPI and some that are not the
-    CPI's.
-    """
+    """Provide an API server with the policy. Its namespace contains the CPI's objects and other owners' objects."""
     made = ApiServer(programs(), tmp_path_factory.mktemp("api"))
     try:
         made.start()
@@ -528,7 +526,7 @@ def _fill(api: ApiServer) -> None:
     ]
     deadline = time.monotonic() + TIMEOUT_S / 5
     for path, body in made:
-        # The API for a new kind is available only after a moment, so retry.
+        # The API for a new kind takes a moment to become available, so retry.
         while (answer := api.request("POST", path, body))[0] == 404 and time.monotonic() < deadline:
             time.sleep(0.2)
         assert answer[0] == 201, f"{path}: {answer[1]}"
@@ -545,7 +543,7 @@ def _fill(api: ApiServer) -> None:
 
 
 def _try(api: ApiServer, method: str, path: str, body: Any = None, kind: str = "application/json") -> tuple[int, str]:
-    """Send a request as the CPI's account, as a dry run. Return the status and message of the response."""
+    """Send a dry-run request from the CPI's account. Return the status and message in the response."""
     status, answer = api.request(method, f"{path}?dryRun=All", body, user=ACCOUNT, kind=kind)
     return status, str(answer.get("message", ""))
 
@@ -572,7 +570,7 @@ def test_admission_policy_denies_creation_with_a_stolen_token(api: ApiServer, na
 
 
 @pytest.mark.parametrize("name", ADMITTED)
-def test_admission_policy_admits_objects_of_the_cpi(api: ApiServer, name: str) -> None:
+def test_admission_policy_admits_the_cpis_objects(api: ApiServer, name: str) -> None:
     one = copy.deepcopy(ADMITTED[name])
     one["metadata"]["name"] += "0" if one["metadata"]["name"] != VM else ""
     if one["metadata"]["name"] == VM:
@@ -602,7 +600,7 @@ def test_admission_policy_denies_changes_with_a_stolen_token(api: ApiServer, nam
 
 
 @pytest.mark.parametrize("which", FOREIGN)
-def test_admission_policy_protects_foreign_objects_from_a_stolen_token(api: ApiServer, which: str) -> None:
+def test_admission_policy_protects_other_owners_objects_from_a_stolen_token(api: ApiServer, which: str) -> None:
     path = path_of(FOREIGN[which])
     whole = _merged(api.request("GET", path)[1], TAKEN)
 
@@ -622,9 +620,9 @@ def test_admission_policy_lets_the_cpi_delete_its_objects(api: ApiServer, which:
     assert status in (200, 202), message
 
 
-def test_admission_policy_admits_every_request_of_the_cpi(api: ApiServer, tmp_path: Path) -> None:
-    """The fake API server records the requests of a VM's lifecycle, which are then sent to the real server as the CPI's
-    account.
+def test_admission_policy_admits_every_cpi_request(api: ApiServer, tmp_path: Path) -> None:
+    """The fake API server records the requests made during a VM's lifecycle. The test then sends them to the real
+    server from the CPI's account.
     """
     server = FakeApiServer(FakeCluster())
     try:
@@ -659,7 +657,7 @@ def test_admission_policy_admits_every_request_of_the_cpi(api: ApiServer, tmp_pa
 
 
 def _live(cpi: CpiCalls) -> None:
-    """Create, use and delete VMs in such a way that the CPI creates every kind of object and pod that it can create."""
+    """Create, use and delete VMs so that the CPI creates every kind of object and pod that it supports."""
     front = {"name": "front", "ports": [{"port": 80}], "ingress": {"hosts": ["web.example"]}}
     metadata = {"deployment": "dep", "job": "db", "index": "0", "id": "i", "director": "d"}
     vms = [

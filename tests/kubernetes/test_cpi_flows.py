@@ -1,5 +1,5 @@
-"""Deployments on a real cluster, with a scripted Director and real agents. Each flow runs once for each way in which
-the CPI can attach disks.
+"""Tests deployments on a real cluster, with a scripted Director and real agents. Each flow runs once for each way in
+which the CPI can attach disks.
 
 A flow begins and ends with an instance that has a disk with a file on it, and the next flow uses the same instance. At
 the end of each flow, ``Site.check`` checks that the file still exists and that the Director has a record of every
@@ -41,7 +41,7 @@ async def site(
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def db(site: Site) -> DeployedInstance:
-    """Provide an instance with a disk: the one that the previous flow has left, or a new one."""
+    """Return an instance with a disk: the one that the previous flow has left, or a new one."""
     instance, site.spare = site.spare, None
     if instance is None:
         await site.empty()
@@ -55,7 +55,7 @@ async def _deploy_in_two_steps(site: Site) -> DeployedInstance:
     """Deploy an instance on a cluster where disks can be attached only when a VM is created.
 
     The first deploy must fail in attach_disk with an error that explains why. The instance is then stopped and started
-    again, which gives it a new VM with the disk.
+    again, so that it gets a new VM with the disk.
     """
     director = site.deployments
     instance = DeployedInstance("db")
@@ -134,7 +134,6 @@ async def test_pod_deleted_without_the_director_is_resurrected(site: Site, db: D
 
 
 async def test_vm_with_an_unresponsive_agent_is_resurrected(site: Site, db: DeployedInstance) -> None:
-    """The old VM is still running when it is deleted, and its disks are still attached."""
     await site.exec(db, "pkill", "-STOP", "--full", "bin/bosh-agent")
     assert await site.deployments.is_unresponsive(db)
     assert await site.cpi.call("has_vm", db.vm) is True
@@ -143,8 +142,8 @@ async def test_vm_with_an_unresponsive_agent_is_resurrected(site: Site, db: Depl
 
 
 async def test_reboot_keeps_disks_and_data_or_is_refused(site: Site, db: DeployedInstance) -> None:
-    """After "Reboot VM" in `bosh cloud-check`, the Director does not mount disks again, so the agent must mount them.
-    Files in ``data`` must not be lost.
+    """After "Reboot VM" in `bosh cloud-check`, the Director does not mount disks again, so the agent must mount
+    them.
     """
     if site.way.attach == "never":
         with pytest.raises(CpiCallError, match="recreate the VM instead"):
@@ -160,8 +159,7 @@ async def test_reboot_keeps_disks_and_data_or_is_refused(site: Site, db: Deploye
 
 
 @LIVE
-async def test_detach_of_a_disk_in_use_fails_and_keeps_it_attached(site: Site, db: DeployedInstance) -> None:
-    """If the agent has not unmounted the disk, detach_disk must fail with this reason and leave the disk attached."""
+async def test_detaching_a_disk_in_use_fails_and_leaves_it_attached(site: Site, db: DeployedInstance) -> None:
     director = site.deployments
     second = await director.create_disk(db)
     await director.attach(db, second)
@@ -194,7 +192,6 @@ async def _delete_dynamic(site: Site, db: DeployedInstance, disk: str) -> None:
 
 @LIVE
 async def test_dynamic_disk_is_attached_and_detached_while_jobs_run(site: Site, db: DeployedInstance) -> None:
-    """The disk must be attached without restarting the container."""
     before = await site.namespace.pod(db.vm).container()
     disk, link = await _dynamic_disk(site, db)
     await site.deployments.provide_dynamic_disk(db, "of-a-driver")
@@ -231,7 +228,6 @@ place=/var/vcap/data/volume
 
 @LIVE
 async def test_job_can_mount_a_dynamic_disk_and_gets_it_back_after_a_recreate(site: Site, db: DeployedInstance) -> None:
-    """While the job uses the disk, a detach must fail."""
     director = site.deployments
     disk = await director.provide_dynamic_disk(db, "of-a-driver")
     director.files = _driver(disk)
@@ -242,7 +238,7 @@ async def test_job_can_mount_a_dynamic_disk_and_gets_it_back_after_a_recreate(si
         with pytest.raises(CpiCallError, match="uses it"):
             await site.cpi.call("detach_disk", db.vm, disk)
         await director.provide_dynamic_disk(db, "of-a-driver")
-        await director.world.agents.value(db.agent, "get_state", "full")  # makes the agent measure the disks
+        await director.world.agents.value(db.agent, "get_state", "full")  # This makes the agent measure the disks.
         _, metrics = await site.namespace.pod(db.vm).get("/metrics")
         assert f'agent_shim_disk_size_bytes{{disk="{disk}"}}' in metrics
         await director.stop_hard(db)
@@ -302,9 +298,6 @@ async def test_reattaching_an_attached_disk_succeeds(site: Site, db: DeployedIns
 
 
 async def test_orphaned_disk_can_be_attached_again(site: Site, db: DeployedInstance) -> None:
-    """The flow simulates ``bosh delete-deployment`` followed by ``bosh attach-disk`` for an instance of another
-    deployment.
-    """
     await site.deployments.delete(db)
     await site.check(db)
     again = DeployedInstance("other", disk=db.disk, kept=db.kept)
@@ -325,7 +318,6 @@ async def test_compilation_vm_compiles_a_package(site: Site, db: DeployedInstanc
 
 
 async def test_deletion_removes_all_objects_and_can_be_repeated(site: Site, db: DeployedInstance) -> None:
-    """Deleting the VM and the disk a second time must succeed, or fail because they no longer exist."""
     vm, disk = db.vm, db.disk
     await site.deployments.delete(db)
     await site.deployments.delete_disk(disk)

@@ -1,4 +1,4 @@
-"""VMs on two nodes, one of which is drained with a real ``kubectl drain``, as docs/cluster-upgrades.md describes."""
+"""Tests VMs on two nodes, one of which is drained with ``kubectl drain`` as described in docs/cluster-upgrades.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.kubernetes
 
 LIVE: Final = Way("live", "live", "base", "privileged")
 LOCAL: Final = "of-one-node"
-"""A StorageClass whose volumes exist only on the second node of the cluster."""
+"""A StorageClass whose volumes exist only on the cluster's second node."""
 DRAIN: Final = (
     "drain",
     SECOND,
@@ -48,7 +48,7 @@ def second(node: FirstNode) -> Iterator[KubeletNode]:
 
 @contextlib.asynccontextmanager
 async def without_scheduling_on(site: Site, other: str) -> AsyncIterator[None]:
-    """Keep new VMs off the node ``other`` while the block runs."""
+    """Keep new VMs off the ``other`` node while the block runs."""
     await site.namespace.kubectl("cordon", other)
     try:
         yield
@@ -77,8 +77,8 @@ async def drain_second_node(site: Site) -> str:
 
 
 async def resurrect_until(site: Site, instances: list[DeployedInstance], drain: asyncio.Task[str]) -> list[int]:
-    """Until the drain has finished, recreate each missing VM, as the Health Monitor does. Return the number of ready
-    VMs in the group "web" at the beginning of each round.
+    """Recreate each missing VM, as the Health Monitor does, until the drain has finished. Return the number of ready
+    VMs in the "web" group at the beginning of each round.
     """
     served = []
     while not drain.done():
@@ -89,7 +89,7 @@ async def resurrect_until(site: Site, instances: list[DeployedInstance], drain: 
     return served
 
 
-async def test_node_drain_moves_vms_of_a_group_one_by_one_with_their_disk(
+async def test_node_drain_moves_a_groups_vms_one_by_one_with_their_disks(
     node: FirstNode, second: KubeletNode, tmp_path: Path
 ) -> None:
     async with cpi_site.site(node, LIVE, tmp_path) as site:
@@ -112,14 +112,14 @@ async def test_node_drain_moves_vms_of_a_group_one_by_one_with_their_disk(
         finally:
             await site.namespace.kubectl("uncordon", second.name)
         assert min(served) >= GROUP_SIZE - 1
-        # The drain script ran before the pod was removed, and the file that it wrote is on the disk, which has moved to
-        # the other node.
+        # The file on the disk shows that the drain script ran before the pod was removed. The disk has moved to the
+        # other node.
         assert (await site.exec(db, "cat", "/var/vcap/store/drained")).splitlines() == ["drained"]
         await site.check(*instances)
 
 
 def local_volume(path: Path) -> str:
-    """Create a directory for a volume on the second node. Return the manifests of the volume and its StorageClass."""
+    """Create a directory for a volume on the second node. Return the manifests for the volume and its StorageClass."""
     path.mkdir()
     there = {"key": "kubernetes.io/hostname", "operator": "In", "values": [SECOND]}
     storage = {

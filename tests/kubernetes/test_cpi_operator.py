@@ -1,4 +1,4 @@
-"""How the CPI's VMs respond to actions of the cluster's operator: evictions, a namespace that forbids root, network
+"""Tests the CPI's VMs under conditions that cluster operators create: evictions, a namespace that forbids root, network
 policies, and an admission policy for the CPI's account.
 """
 
@@ -52,7 +52,7 @@ async def try_kubectl(site: Site, *arguments: str, stdin: str = "") -> subproces
 
 
 async def evict(site: Site, instance: DeployedInstance) -> subprocess.CompletedProcess[str]:
-    """Evict a VM's pod, as ``kubectl drain`` does with every pod of a node."""
+    """Evict a VM's pod, as ``kubectl drain`` does with every pod on a node."""
     where = f"/api/v1/namespaces/{site.namespace.name}/pods/{instance.vm}/eviction"
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": instance.vm}}
     return await try_kubectl(site, "create", "--raw", where, "--filename=-", stdin=json.dumps(body))
@@ -67,7 +67,7 @@ async def until_allowed(site: Site, wanted: int) -> None:
             await asyncio.sleep(0.2)
 
 
-async def test_node_drain_evicts_one_vm_of_a_group_at_a_time(node: FirstNode, tmp_path: Path) -> None:
+async def test_node_drain_evicts_one_vm_per_group_at_a_time(node: FirstNode, tmp_path: Path) -> None:
     if node.minor < 22:
         pytest.skip("no policy/v1 in this Kubernetes")
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
@@ -154,7 +154,7 @@ async def test_services_and_ingresses_follow_the_vms_until_the_last_is_deleted(n
 
 
 async def until_resolves_to(site: Site, name: str, asking: DeployedInstance, wanted: DeployedInstance) -> None:
-    """Wait until the cluster's DNS resolves ``name``, in the VM ``asking``, to the address of the VM ``wanted``."""
+    """Wait until a DNS query from the ``asking`` VM resolves ``name`` to the ``wanted`` VM's address."""
     pod = await site.namespace.pod(wanted.vm).look()
     async with asyncio.timeout(LIMIT):
         while pod["status"]["podIP"] not in (
@@ -192,7 +192,7 @@ async def connects(site: Site, one: DeployedInstance, other: DeployedInstance) -
     return await reaches(site, one, other.networks["default"]["ip"], 9190)
 
 
-async def test_network_policy_of_a_group_blocks_other_groups(node: FirstNode, tmp_path: Path) -> None:
+async def test_group_network_policy_blocks_other_groups(node: FirstNode, tmp_path: Path) -> None:
     if not node.has("kube-router"):
         pytest.skip("nothing among the programs enforces NetworkPolicies")
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
@@ -223,8 +223,8 @@ ELSEWHERE: Final = "198.18.0.1"
 
 @contextmanager
 def listener() -> Iterator[int]:
-    """Run a server on the node that listens at three addresses: the node's own, that of a cloud's metadata service, and
-    one that has no special role.
+    """Run a server on the node that listens at three addresses: the node's own, a cloud metadata service's, and one
+    without a special role.
 
     Yields the server's port.
     """
@@ -290,9 +290,8 @@ def status_of(url: str) -> int:
 
 
 async def test_trial_vms_start_in_a_cluster(node: FirstNode, tmp_path: Path) -> None:
-    """The VMs have the same cloud properties as the Director and the instances that ``./dev try-kubernetes`` creates.
-
-    The Director's pod also has a host port, which must be reachable at the node's address.
+    """The VMs have the same cloud properties as the Director and the instances that ``./dev try-kubernetes``
+    creates.
     """
     director, minimal = (
         yaml.safe_load((ROOT / f"tools/trial/bosh/{name}.yml").read_text())[0]["value"]
@@ -315,9 +314,9 @@ async def test_trial_vms_start_in_a_cluster(node: FirstNode, tmp_path: Path) -> 
 
 @asynccontextmanager
 async def writable_volumes() -> AsyncIterator[None]:
-    """Keep making all volumes from the cluster's provisioner writable for every user during the block.
+    """During the block, keep making all volumes from the cluster's provisioner writable for every user.
 
-    They are host directories, to which the kubelet does not apply `fsGroup`.
+    These volumes are host directories, to which the kubelet does not apply `fsGroup`.
     """
 
     async def opened() -> None:
@@ -335,8 +334,8 @@ async def writable_volumes() -> AsyncIterator[None]:
 
 
 async def test_job_in_a_vm_without_root_can_write_to_its_disk(node: FirstNode, tmp_path: Path) -> None:
-    """In a namespace with the Pod Security level `restricted`, the agent cannot write to directories that the container
-    runtime creates, so the CPI must provide them as volumes.
+    """Without root, the agent cannot write to directories that the container runtime creates, so the CPI must provide
+    them as volumes.
     """
     async with cpi_site.site(node, RESTRICTED, tmp_path) as site, writable_volumes():
         db = await site.deployments.first_deploy()
@@ -380,9 +379,7 @@ SLEEPER = "processes: [{name: jailed, executable: /bin/sleep, args: ['1000'], pe
 
 
 async def test_bpm_sandbox_does_not_keep_a_detached_disk_busy(node: FirstNode, tmp_path: Path) -> None:
-    """The mount namespace of a bpm sandbox must not keep a disk mounted after it was detached. This node is the hardest
-    case: all disks are on one device, so the CPI cannot tell from the device which mounts belong to the disk.
-    """
+    """All disks on this node are on one device, so the device alone does not show which mounts belong to a disk."""
     way = next(way for way in WAYS if way.tier == "privileged")
     async with cpi_site.site(node, way, tmp_path, timeouts={"unmount": 20}) as site:
         director = site.deployments
@@ -405,7 +402,7 @@ async def test_bpm_sandbox_does_not_keep_a_detached_disk_busy(node: FirstNode, t
         await site.check(db)
 
 
-# --- root of a user namespace -----------------------------------------------------------------------------------------
+# --- root in a user namespace -----------------------------------------------------------------------------------------
 
 
 async def test_vm_in_a_user_namespace_gets_a_live_disk(node: FirstNode, tmp_path: Path) -> None:
@@ -421,7 +418,7 @@ async def test_vm_in_a_user_namespace_gets_a_live_disk(node: FirstNode, tmp_path
         await site.check(db)
 
 
-# A script that moves the mount of a live disk and renames its directory. Where the kernel forbids the move, it binds
+# A script that moves a live disk's mount and renames its directory. Where the kernel forbids the move, the script binds
 # the disk to another path instead.
 HIDE = """
 mkdir /hidden
@@ -431,9 +428,9 @@ echo before >/hidden/file
 """
 
 
-@pytest.mark.attack("root in a container of the CPI keeps using a disk that is reported as detached")
+@pytest.mark.attack("root in a container that the CPI created keeps using a disk that is reported as detached")
 @pytest.mark.parametrize("tier", ["userns", "privileged"])
-async def test_disk_hidden_by_root_of_a_vm_is_not_reported_as_detached(
+async def test_disk_hidden_by_the_vms_root_user_is_not_reported_as_detached(
     node: FirstNode, tmp_path: Path, tier: str
 ) -> None:
     if node.minor < 30:
@@ -470,7 +467,7 @@ echo $!
 """
 
 
-@pytest.mark.attack("root in a container of the CPI keeps using a disk that is reported as detached")
+@pytest.mark.attack("root in a container that the CPI created keeps using a disk that is reported as detached")
 async def test_disk_mount_cloned_with_open_tree_is_not_reported_as_detached(node: FirstNode, tmp_path: Path) -> None:
     """A mount that was cloned with open_tree(2) is in no mount table. The CPI must detect it through the descriptor
     that keeps it open.
@@ -493,8 +490,8 @@ async def test_disk_mount_cloned_with_open_tree_is_not_reported_as_detached(node
         await site.check()
 
 
-@pytest.mark.attack("root in a container of the CPI fills the node's file system")
-async def test_root_of_a_user_namespace_cannot_fill_the_node(node: FirstNode, tmp_path: Path) -> None:
+@pytest.mark.attack("root in a container that the CPI created fills the node's file system")
+async def test_root_in_a_user_namespace_cannot_write_to_the_nodes_file_system(node: FirstNode, tmp_path: Path) -> None:
     """The directory for the VM's live disks is on the node's file system, so the VM must see it read-only."""
     if node.minor < 30:
         pytest.skip("no pods with user namespaces in this Kubernetes")
@@ -547,7 +544,7 @@ async def test_admission_policy_restricts_a_stolen_token_but_not_the_cpi(node: F
             for pod in pods_for_a_stolen_token(name):
                 text = json.dumps(pod)
                 async with asyncio.timeout(LIMIT):
-                    # A new policy takes effect only after a moment, so retry.
+                    # A new policy takes a moment to take effect, so retry.
                     while (
                         "ValidatingAdmissionPolicy"
                         not in (

@@ -1,4 +1,4 @@
-"""Runs the agent in pods like those of other Kubernetes CPIs, which attach a disk by replacing the pod.
+"""Tests the agent in pods like those of other Kubernetes CPIs, which attach a disk by replacing the pod.
 
 Sources: actions/create_vm.go and volume_manager.go in sykesm/kubernetes-cpi, of which cfibmers/kubernetes-cpi is a
 fork, and CPI/Kubernetes/Action/CreateVm.hs and AttachDisk.hs in SAP/bosh-kubernetes-cpi-release. These CPIs delete a
@@ -39,7 +39,7 @@ SAP_COMMAND: Final = "; ".join(
 
 @dataclass(frozen=True)
 class OtherCpi:
-    """Another project's CPI. ``disk`` converts a disk's id to its cid. ``place`` is a pattern for the directory at
+    """Another project's CPI. ``disk`` converts a disk's id to its cid, and ``place`` is a pattern for the directory at
     which the pod mounts a disk.
     """
 
@@ -157,8 +157,8 @@ class OtherVm:
     async def recreate(self, *disks: str) -> None:
         """Attach or detach disks as the CPI does: delete the pod without a grace period and create another one.
 
-        The CPI then sleeps for fifteen seconds while the old container is stopped. Until it has exited, two agents with
-        the same id are running.
+        The CPI then sleeps for fifteen seconds while the old container is stopped. Until this container has exited, two
+        agents with the same id are running.
         """
         pod = self.namespace.pod(self.name)
         former = await pod.container()
@@ -185,12 +185,9 @@ def _claim(name: str) -> Document:
 
 
 @pytest.mark.parametrize("name", CPIS)
-async def test_disks_are_attached_and_detached_with_the_pods_of_other_cpis(
+async def test_disks_are_attached_and_detached_in_other_cpis_pods(
     namespace: Namespace, bosh: Environment, name: str
 ) -> None:
-    """The test deploys an instance with a disk, replaces the pod while the old container is still being stopped,
-    migrates the data to a larger disk, and detaches that disk.
-    """
     cpi = CPIS[name]
     vm = OtherVm(cpi, namespace, bosh)
     old = cpi.disk(OLD)

@@ -1,4 +1,4 @@
-"""Pods from deploy/kubernetes on a real kubelet: probes, hooks, grace periods, restarts, Secrets and volumes."""
+"""Tests pods from deploy/kubernetes on a real kubelet: probes, hooks, grace periods, restarts, Secrets and volumes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ DISKS: Final = {"system": "", "persistent": {DISK: f"/warden-cpi-dev/{DISK}"}}
 IN_ORDER: Final = (0, "agent-shim: all jobs stopped in order\n")
 AGENT_PID: Final = ("pgrep", "--full", "bin/bosh-agent")
 HUNG_S: Final = 90
-"""Seconds for which the agent is suspended. In this time, the liveness probe of earlier manifests would have failed."""
+"""How long the agent is suspended, in seconds."""
 JOB_PID: Final = ("cat", "/var/vcap/sys/run/sleeper/sleeper.pid")
 HELLO_PID: Final = ("pgrep", "--full", "http.server")
 
 
 def pod_of_cpi(bosh: Environment, settings: str, *, disk: bool = True) -> list[Document]:
     """Return the documents for a pod like those that a CPI creates, with these settings and the test's blobstore.
+
     Unless ``disk`` is False, the pod has a disk.
     """
     bosh.blobs.mkdir(exist_ok=True)
@@ -54,9 +55,6 @@ def set_grace(documents: list[Document], seconds: int) -> None:
 
 @pytest.mark.parametrize("name", ["example", "base", "privileged", "restricted"])
 async def test_job_in_a_pod_runs_without_a_director(namespace: Namespace, name: str) -> None:
-    """When the pod is ready, the job must answer requests, and ``doctor`` must report the expected privileges. When the
-    pod is deleted, the job must be drained.
-    """
     await namespace.apply(overlay(name))
     pod = namespace.pod("hello" if name == "example" else "hello-0")
     await pod.until_ready()
@@ -76,9 +74,6 @@ async def test_job_in_a_pod_runs_without_a_director(namespace: Namespace, name: 
 
 
 async def test_pod_readiness_follows_the_job(namespace: Namespace) -> None:
-    """While the job is stopped, the pod must not be ready, so that it gets no requests. Its container must not be
-    restarted.
-    """
     await namespace.apply(overlay("base"))
     pod = namespace.pod("hello-0")
     await pod.until_ready()
@@ -90,10 +85,7 @@ async def test_pod_readiness_follows_the_job(namespace: Namespace) -> None:
     assert (await pod.container())["restartCount"] == 0
 
 
-async def test_pod_of_a_cpi_becomes_ready_without_the_bus(namespace: Namespace, bosh: Environment) -> None:
-    """The pod must be ready even though the bus does not admit its agent yet. Only ``/readyz?level=agent`` may require
-    the bus.
-    """
+async def test_cpi_pod_becomes_ready_without_the_bus(namespace: Namespace, bosh: Environment) -> None:
     await bosh.server.remove_agent(AGENT)
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
     pod = namespace.pod("vm-1")
@@ -108,7 +100,6 @@ async def test_pod_of_a_cpi_becomes_ready_without_the_bus(namespace: Namespace, 
 
 
 async def test_restarting_the_agent_in_a_pod_keeps_the_jobs_running(namespace: Namespace) -> None:
-    """``sv restart agent`` must not restart the container or change the pid of the job."""
     await namespace.apply(overlay("base"))
     pod = namespace.pod("hello-0")
     await pod.until_ready()
@@ -122,9 +113,9 @@ async def test_restarting_the_agent_in_a_pod_keeps_the_jobs_running(namespace: N
     assert (await pod.container())["restartCount"] == 0
 
 
-async def test_unresponsive_agent_in_a_pod_does_not_end_jobs(namespace: Namespace) -> None:
-    """On a busy node the agent may be slow to answer. In this case, a liveness probe used to restart the container and
-    with it all jobs.
+async def test_unresponsive_agent_in_a_pod_does_not_stop_jobs(namespace: Namespace) -> None:
+    """On a busy node, the agent may be slow to answer. The liveness probe must not restart the container, because that
+    would restart all jobs.
     """
     await namespace.apply(overlay("base"))
     pod = namespace.pod("hello-0")
@@ -140,10 +131,9 @@ async def test_unresponsive_agent_in_a_pod_does_not_end_jobs(namespace: Namespac
     assert (await pod.container())["restartCount"] == 0
 
 
-async def test_container_restart_in_place_brings_disk_and_jobs_back(namespace: Namespace, bosh: Environment) -> None:
-    """The container gets a new root file system and no requests from the Director. The agent must nevertheless mount
-    the disk and start the jobs.
-    """
+async def test_agent_mounts_the_disk_and_starts_jobs_after_a_container_restart(
+    namespace: Namespace, bosh: Environment
+) -> None:
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(disks=DISKS)))
     pod = namespace.pod("vm-1")
     await pod.until_ready()
@@ -166,10 +156,7 @@ async def test_container_restart_in_place_brings_disk_and_jobs_back(namespace: N
 
 
 async def test_pod_recreated_with_a_disk_can_mount_it(namespace: Namespace, bosh: Environment) -> None:
-    """A CPI attaches a disk by deleting the pod without a grace period and creating a pod with the volume.
-
-    The requests that the Director sends afterwards are the same for every CPI.
-    """
+    """A CPI attaches a disk by deleting the pod without a grace period and creating a pod with the volume."""
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
     await bosh.deploy()
     await bosh.director.run(AGENT, "stop")
@@ -186,10 +173,7 @@ async def test_pod_recreated_with_a_disk_can_mount_it(namespace: Namespace, bosh
     assert (namespace.volume(DISK) / "kept").exists()
 
 
-async def test_agent_takes_new_credentials_from_a_changed_secret(namespace: Namespace, bosh: Environment) -> None:
-    """The bus no longer accepts the old credentials. The agent must read the new ones from the Secret's files once the
-    kubelet has updated them.
-    """
+async def test_agent_reads_new_bus_credentials_from_a_changed_secret(namespace: Namespace, bosh: Environment) -> None:
     await namespace.apply(pod_of_cpi(bosh, bosh.settings(), disk=False))
     await bosh.deploy()
     pod = namespace.pod("vm-1")
@@ -233,9 +217,6 @@ async def deploy_draining(namespace: Namespace, bosh: Environment, grace: int) -
 
 
 async def test_pod_deletion_waits_for_drains_within_the_grace_period(namespace: Namespace, bosh: Environment) -> None:
-    """The drain scripts of three jobs take eight seconds each, which fits into a grace period of thirty seconds. Each
-    script must find all jobs running, and the agent must report a clean stop.
-    """
     pod, trace = await deploy_draining(namespace, bosh, 30)
 
     assert await pod.end() == IN_ORDER
@@ -245,9 +226,6 @@ async def test_pod_deletion_waits_for_drains_within_the_grace_period(namespace: 
 
 
 async def test_pod_deletion_cuts_off_drains_beyond_the_grace_period(namespace: Namespace, bosh: Environment) -> None:
-    """The jobs must be killed after five seconds. The container must exit with the agent's exit code, and the
-    termination message must give the reason.
-    """
     pod, trace = await deploy_draining(namespace, bosh, 5)
 
     assert await pod.end() == (1, "agent-shim: not clean: drain scripts were cut short\n")

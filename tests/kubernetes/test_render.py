@@ -1,6 +1,4 @@
-"""Manifests from ``render --kubernetes`` run as pods, and are accepted by a real API server, which would reject unknown
-and invalid fields.
-"""
+"""Manifests from ``render --kubernetes`` are accepted by a real API server and run as pods."""
 
 from __future__ import annotations
 
@@ -81,11 +79,6 @@ def test_kubernetes_manifests_are_valid(api: ApiServer, tmp_path: Path, is_privi
 
 
 async def test_instances_of_a_rendered_group_find_each_other(namespace: Namespace) -> None:
-    """Each pod renders its own templates, which contain links to both pods by name. Each pod must be able to reach the
-    other by this name.
-
-    Each pod's claim must be mounted where jobs expect the persistent disk.
-    """
     if not namespace.node.has("coredns"):
         pytest.skip("nothing among the programs resolves names of Services")
     where = namespace.node.where / "releases" / rendered.DIRECTORY

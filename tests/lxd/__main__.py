@@ -1,9 +1,9 @@
-"""``./dev test-lxd``: build a stemcell, then run the tests of this directory and an LXD daemon in new namespaces.
+"""``./dev test-lxd``: build a stemcell, then run an LXD daemon and this directory's tests in new namespaces.
 
 With ``LXD=incus``, an Incus daemon is used instead.
 
-The daemon, its bridge with a DHCP server, and the containers share the new network, mount and PID namespaces, and are
-killed when these are removed. If ``LXD_CPI`` names a binary of bosh-lxd-cpi-release, that binary creates the
+The daemon, its bridge with a DHCP server, and the containers share the new network, mount and PID namespaces, and
+disappear together with them. If ``LXD_CPI`` names a binary from bosh-lxd-cpi-release, that binary creates the
 containers; e28a247 is the last revision that supports containers. Otherwise, the tests make the same calls as that CPI.
 """
 
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         return 1
     # Keep the path short, because LXD creates Unix sockets in this directory.
     with tempfile.TemporaryDirectory(prefix="lxd-", dir="/tmp", ignore_cleanup_errors=True) as scratch:
-        # Root of an unprivileged container is an ordinary user outside, and must be able to enter the directory.
+        # Root in an unprivileged container is an ordinary user on the host, but must be able to enter the directory.
         Path(scratch).chmod(0o711)
         stemcell = make_stemcell(Path(scratch))
         alone = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]

@@ -39,7 +39,9 @@ PRESEED: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def lxc() -> Iterator[Lxc]:
-    """Run an LXD or Incus daemon that stores its containers in directories. They are killed with the daemon."""
+    """Run an LXD or Incus daemon that stores its containers in directories. The containers are killed with the
+    daemon.
+    """
     directory = Path(os.environ[STEMCELL]).parent / "lxd"
     directory.mkdir()
     client = Lxc(directory)

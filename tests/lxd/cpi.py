@@ -58,7 +58,7 @@ class Lxc:
 class LxdCpi:
     """Makes the same calls to LXD as bosh-lxd-cpi-release.
 
-    Each method makes the calls of the method with the same name in ``src/lxd-bosh-cpi`` at e28a247, in the same order.
+    Each method corresponds to the method with the same name in ``src/lxd-bosh-cpi`` at e28a247.
     """
 
     def __init__(self, lxc: Lxc) -> None:
@@ -130,7 +130,7 @@ class LxdCpi:
         return disk
 
     def attach_disk(self, vm: str, disk: str) -> Any:
-        """Stop the container by force, add the volume and the disk hint, and start the container again."""
+        """Force-stop the container, add the volume and the disk hint, and start the container again."""
         self._lxc("stop", "--force", vm)
         self._add_volume(vm, disk, f"/warden-cpi-dev/{disk}")
         hint = {"path": f"/warden-cpi-dev/{disk}"}
@@ -141,7 +141,7 @@ class LxdCpi:
         return hint
 
     def detach_disk(self, vm: str, disk: str) -> None:
-        """Stop the container by force, remove the volume and the disk hint, and start the container again."""
+        """Force-stop the container, remove the volume and the disk hint, and start the container again."""
         self._lxc("stop", "--force", vm)
         self._lxc("config", "device", "remove", vm, disk)
         settings = json.loads(self._lxc("file", "pull", f"{vm}{SETTINGS}", "-"))
@@ -153,7 +153,7 @@ class LxdCpi:
         self._lxc("restart", "--force", vm)
 
     def delete_vm(self, vm: str) -> None:
-        """Stop the container by force, and delete it together with its ephemeral disks."""
+        """Force-stop the container, and delete it together with its ephemeral disks."""
         self._lxc("stop", "--force", vm)
         devices = yaml.safe_load(self._lxc("config", "show", vm))["devices"]
         self._lxc("delete", vm)

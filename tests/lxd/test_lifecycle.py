@@ -32,22 +32,17 @@ async def create(cpi: LxdCpi, bosh: Environment, stemcell: str, kind: str, ip: s
 
 
 def doctor(lxc: Lxc, vm: str) -> dict[str, Any]:
-    """Return the report of ``agent-shim doctor``. If the report contains errors, the command exits with 1, which is
-    ignored.
+    """Return the ``agent-shim doctor`` report. Its exit code is ignored, because it is 1 if the report contains
+    errors.
     """
     found: dict[str, Any] = json.loads(lxc("exec", vm, "--", "sh", "-c", "agent-shim doctor --json || test $? = 1"))
     return found
 
 
 @pytest.mark.parametrize(("kind", "ip"), [("unprivileged", "10.245.0.20"), ("privileged", "10.245.0.21")])
-async def test_lxd_cpi_runs_a_vm_from_stemcell_to_recreation(
+async def test_lxd_vm_keeps_jobs_and_files_through_its_lifecycle(
     lxc: Lxc, cpi: LxdCpi, stemcell: str, bosh: Environment, kind: str, ip: str
 ) -> None:
-    """Every CPI call is made in turn, from importing the stemcell to recreating the VM and detaching its disk.
-
-    The jobs must be running again after each restart, until the Director stops them. No file on the disk may be lost.
-    """
-
     def inside(vm: str, *command: str) -> str:
         return lxc("exec", vm, "--", *command)
 
@@ -59,17 +54,17 @@ async def test_lxd_cpi_runs_a_vm_from_stemcell_to_recreation(
     # LXD does not mount /dev/shm, so the agent must mount it. Otherwise, semaphores would fail.
     inside(vm, "python3", "-c", "import multiprocessing; multiprocessing.Lock()")
 
-    # The CPI sets LXD limits from the instance type. The doctor must suggest LXD's configuration keys, not options of
-    # other container runtimes.
+    # The CPI sets LXD limits from the instance type. The doctor must suggest LXD's configuration keys, not other
+    # container runtimes' options.
     assert lxc("config", "get", vm, "limits.memory").strip() in {"2048MB", "2048MiB"}
     report = doctor(lxc, vm)
     assert report["tier"].startswith("unprivileged: root of a user namespace" if kind == "unprivileged" else "priv")
-    if "lxcfs" in inside(vm, "cat", "/proc/mounts"):  # with lxcfs, /proc/meminfo shows the memory of the container
+    if "lxcfs" in inside(vm, "cat", "/proc/mounts"):  # with lxcfs, /proc/meminfo shows the container's memory
         assert "the host's" not in str(report)
     assert not re.search("Ulimits|ShmSize|Memory: BYTES|ReadonlyRootfs|bosh recreate", str(report))
 
-    # The CPI stops the container forcibly to attach a disk. The agent then starts the jobs without a request, but
-    # mounts the disk only when the Director requests it.
+    # The CPI kills the container to attach a disk. The agent then starts the jobs without a request, but mounts the
+    # disk only when the Director requests it.
     disk = await asyncio.to_thread(cpi.create_disk, 200)
     hint = await asyncio.to_thread(cpi.attach_disk, vm, disk)
     await bosh.until_state("running")

@@ -1,12 +1,12 @@
-"""Runs jobs that behave like jobs of public releases, once in each environment.
+"""Jobs that behave like jobs in public releases run once in each environment.
 
 One environment is this agent. The other is the Go agent with monit 5.2.5, which is used only if BOSH_AGENT and MONIT
-name these programs. Each job's lifecycle is recorded, and its test makes the same assertions about both recordings.
+name these programs. Each job's lifecycle is recorded, and its test makes the same assertions about all recordings.
 Lifecycles run in parallel, with a monit cycle of two seconds.
 
-If TEST_BASE_IMAGE is set, the only environment is our image on that base: each lifecycle runs in a container whose init
-has started the agent. Nothing in the image is replaced, so scripts run the base's own programs, and monit's cycle is
-the usual one of ten seconds.
+If TEST_BASE_IMAGE is set, the only environment is our image, built on that base image. Each lifecycle then runs in a
+container whose init has started the agent. No program in the image is replaced, so scripts run the base image's own
+programs, and the agent checks services every ten seconds, as usual.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ BASE: Final = os.environ.get("TEST_BASE_IMAGE")
 WORLDS: Final = ("image",) if BASE else ("shim", "go") if GO else ("shim",)
 CYCLE_S: Final = 10 if BASE else 2
 AT_ONCE: Final = 8 if BASE else 4
-"""Number of lifecycles that run at the same time. With monit's usual cycle, they mostly wait, so more of them can run.
+"""Number of lifecycles that run at the same time. More of them can run if monit's cycle has its usual length, because
+they then spend most of the time waiting.
 """
 
 IMAGE: Final = f"{pods.IMAGE}-releases"
@@ -53,7 +54,7 @@ Lives = dict[str, Future[dict[str, Any]]]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run each test that uses the fixture ``life`` once for each environment."""
+    """Run each test that uses the ``life`` fixture once for each environment."""
     if "life" in metafunc.fixturenames:
         metafunc.parametrize("life", WORLDS, indirect=True)
 
@@ -86,7 +87,7 @@ def _build(podman: Podman, where: Path) -> None:
 
 
 def _live_in_image(podman: Podman, world: str, made: Plan, place: Path) -> dict[str, Any]:
-    """Run the lifecycle in a container, with the base's Python and the agent's dependencies. Return the phases."""
+    """Run the lifecycle in a container with the base image's Python and the agent's dependencies. Return the phases."""
     (place / "plan.json").write_text(written(made))
     mounts = (f"{place}:/mnt", f"{CODE}:{CODE}:ro", f"{nats_server()}:/usr/local/bin/nats-server:ro")
     options = ("--cap-add=all", "--network=none", "--hostname=instance", *(f"--volume={mount}" for mount in mounts))
@@ -106,7 +107,7 @@ def _live_in_image(podman: Podman, world: str, made: Plan, place: Path) -> dict[
 
 @pytest.fixture(scope="session")
 def lives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
-    """Start the lifecycles of all selected tests, so that they run in parallel, and provide their results."""
+    """Start all selected tests' lifecycles, so that they run in parallel, and return their results."""
     where = tmp_path_factory.mktemp("releases")
     play = _live_on_this_machine
     if BASE:
@@ -129,4 +130,4 @@ def life(request: pytest.FixtureRequest, lives: Lives) -> Phases:
 
 @pytest.fixture(autouse=True)
 def no_child_is_left() -> None:
-    """Override the check for remaining child processes, because lifecycles of other tests run at the same time."""
+    """Disable the check for remaining child processes, because other tests' lifecycles run at the same time."""

@@ -1,6 +1,6 @@
-"""Each test runs a job that does something unusual, as a job of a public release does, and checks the effects.
+"""Each test runs a job that does something unusual that a public release does, and checks the effects.
 
-The mark ``release`` names the release and the file that the job imitates.
+The ``release`` mark names the release and the file that the job imitates.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def checked_by_bpm(name: str, process: str) -> str:
 
 
 def starts(phase: dict[str, Any], program: str = "serve") -> int:
-    """Return how often a program was started in a phase."""
+    """Return how many times a program was started in a phase."""
     return sum(event == "lives" and name == program for _, event, name in phase["events"])
 
 
 def first_starts(life: Phases, program: str = "serve") -> int:
-    """Return how often a program was started in all phases up to and including ``rest``."""
+    """Return how many times a program was started in all phases up to and including ``rest``."""
     names = list(life)
     return sum(starts(life[name], program) for name in names[: names.index("rest") + 1])
 
@@ -141,7 +141,7 @@ HEALTH: Final = (
     files={"monit": check() + HEALTH.format('and request "/health" then alert'), "bin/ctl": ctl()},
     trials=("port closed",),
 )
-def test_closed_port_of_a_host_check_makes_the_instance_fail(life: Phases) -> None:
+def test_instance_is_failing_while_a_host_checks_port_is_closed(life: Phases) -> None:
     assert runs(life["rest"])
     assert life["port closed"]["job_states"][-1] == "failing"
     assert life["port closed"]["states"]["web-health"][-1] == "failing"
@@ -159,7 +159,7 @@ def test_closed_port_of_a_host_check_makes_the_instance_fail(life: Phases) -> No
     },
     acts=(("names change", "echo 10.0.0.9 other >>/etc/hosts"),),
 )
-def test_changed_file_runs_the_command_of_its_rule(life: Phases) -> None:
+def test_changed_file_runs_its_rules_command(life: Phases) -> None:
     assert not [event for event in life["rest"]["events"] if event[1] == "SIGHUP"]
     assert [event for event in life["names change"]["events"] if event[1] == "SIGHUP"]
     assert starts(life["names change"]) == 0
@@ -175,7 +175,7 @@ def test_changed_file_runs_the_command_of_its_rule(life: Phases) -> None:
     },
     acts=(("file grows", f"truncate -s 2M {RUN}/dump"),),
 )
-def test_file_above_its_size_limit_runs_a_command_and_is_failing(life: Phases) -> None:
+def test_file_check_runs_a_command_and_is_failing_while_the_file_is_too_large(life: Phases) -> None:
     assert life["rest"]["job_states"][-1] == "running"
     assert [event for event in life["file grows"]["events"] if event[1] == "SIGHUP"]
     assert life["file grows"]["states"]["dump"][-1] == "failing"
@@ -205,9 +205,7 @@ def test_failed_url_check_restarts_the_process(life: Phases) -> None:
     trials=("port closed",),
 )
 def test_closed_port_restarts_the_process_after_the_configured_cycles(life: Phases) -> None:
-    """The process must be restarted only after the third failed check.
-
-    Checks are two seconds apart, so three of them take more than four seconds. Only the first restart is compared,
+    """Checks are two seconds apart, so three of them take more than four seconds. Only the first restart is compared,
     because monit does not reset its count after a restart.
     """
     begun = [at for at, event, name in life["port closed"]["events"] if (event, name) == ("lives", "serve")]
@@ -225,7 +223,7 @@ def test_closed_port_restarts_the_process_after_the_configured_cycles(life: Phas
         "bin/health": ctl("health", before=f"[ -e {RUN}/up ] || {{ touch {RUN}/up; exit 1; }}", program="health"),
     },
 )
-def test_process_whose_first_start_fails_runs_after_the_second(life: Phases) -> None:
+def test_process_whose_first_start_fails_runs_after_the_second_attempt(life: Phases) -> None:
     assert runs(life["rest"])
     assert first_starts(life, "health") == 1
 
@@ -298,7 +296,7 @@ def test_slow_start_program_is_neither_rerun_nor_reported_as_failed(life: Phases
     },
     acts=(("one dies", f"kill -9 $(cat {RUN}/web.pid)"),),
 )
-def test_dependants_of_a_crashed_process_are_restarted(life: Phases) -> None:
+def test_dependents_of_a_crashed_process_are_restarted(life: Phases) -> None:
     assert starts(life["one dies"]) == 1
     assert starts(life["one dies"], "agent") == 1
     assert runs(life["one dies"])
@@ -388,7 +386,9 @@ timeout 20 tail -f --pid $(sh -c 'echo $$') /dev/null
     chpst -u vcap:vcap id -un
 } >facts
 """
-"""A pre-start with the options of coreutils, sudo and su that the scripts of 199 public releases use most."""
+"""A pre-start script with the coreutils, sudo and su options that are most common in the scripts of 199 public
+releases.
+"""
 
 FACTS: Final = """vcap:vcap 700
 vcap:vcap 644
@@ -413,7 +413,7 @@ vcap
     files={"monit": check(), "bin/ctl": ctl(), "bin/pre-start": TOOLS},
     acts=(("facts", "cat /var/vcap/data/web/facts"),),
 )
-def test_pre_start_can_use_the_tools_of_the_base_image(life: Phases) -> None:
+def test_pre_start_can_use_the_base_images_tools(life: Phases) -> None:
     assert life["pre-start"]["texts"]["log"] == ""
     assert life["facts"]["value"] == f"0\n{FACTS}"
     assert runs(life["rest"])

@@ -1,4 +1,4 @@
-"""Generated files and the generated parts of pages in ``docs/`` are up to date."""
+"""Checks that generated files and the generated parts of pages in ``docs/`` are up to date."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tools.pages import (
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in GENERATED}))
 def test_generated_parts_of_pages_are_current(page: str) -> None:
-    """If this test fails, update the page with ``./dev run python -m tools.pages``."""
     text = (PAGES / page).read_text()
 
     assert regenerated(page, text) == text, "stale: ./dev run python -m tools.pages"
@@ -37,7 +36,7 @@ def test_prometheus_rule_object_equals_the_rules_file() -> None:
     assert rule["spec"] == yaml.safe_load((PROMETHEUS / "rules.yaml").read_text())
 
 
-def test_missing_marker_of_a_generated_part_is_an_error() -> None:
+def test_missing_marker_for_a_generated_part_is_an_error() -> None:
     """Without this error, a page could lose a generated part without anybody noticing."""
     with pytest.raises(ValueError, match="no place for states"):
         regenerated("architecture.md", "<!-- floors -->\n<!-- /floors -->\ntext\n<!-- states -->\n")

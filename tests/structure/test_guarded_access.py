@@ -1,4 +1,4 @@
-"""Only ``host.guarded`` opens paths that a job can influence.
+"""Checks that only ``host.guarded`` opens paths that a job can influence.
 
 Every other function that opens a path is listed here with a reason.
 """
@@ -27,8 +27,8 @@ METHODS = frozenset(
 """Methods of ``Path`` that access the path and follow symlinks in it, at least in its parent directories."""
 
 MODULES = frozenset({"os", "io", "proc", "guarded", "files", "glob", "entry"})
-"""Names whose attributes are not ``Path`` methods, although they have the same names: modules (their functions are in
-CALLS) and directory entries.
+"""Names of modules and directory entries, whose attributes may have the same names as ``Path`` methods. The modules'
+functions are in CALLS.
 """
 
 OUTSIDE = frozenset({"cli.check", "cli.deployment", "cli.kubernetes", "cli.render", "cli.try_release"})
@@ -43,7 +43,7 @@ class Raw:
     functions: frozenset[str] = field(default_factory=frozenset)
 
 
-# Reasons that several functions have for opening a path directly:
+# Reasons for opening a path directly that apply to several functions:
 OWN = "only root writes there: below bosh, monit, instance or the state backup"
 BUNDLES = "installed by root below directories of root, where jobs can only read"
 KERNEL = "files of the kernel or the image"
@@ -345,7 +345,6 @@ def test_job_writable_files_are_opened_only_through_host_guarded() -> None:
 
 
 def test_listed_reasons_for_direct_opens_are_still_needed() -> None:
-    """A function that no longer opens a path directly must be removed from the list."""
     there = {name: {function for function, _, _ in openings(module)} for name, module in modules().items()}
 
     assert [
@@ -354,11 +353,8 @@ def test_listed_reasons_for_direct_opens_are_still_needed() -> None:
     assert all(raw.why for raw in RAW.values())
 
 
-@pytest.mark.attack("root in a container damages the files from which the agent starts")
+@pytest.mark.attack("root in a container damages files that the agent reads at boot")
 def test_own_files_are_read_with_size_and_type_limits() -> None:
-    """``files.read(…, is_own=True)`` limits the size and the type of the file, so it must be used for the agent's own
-    files.
-    """
     own = [(name, raw.functions) for name, raw in RAW.items() if raw.why == OWN]
 
     assert [

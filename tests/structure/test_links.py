@@ -1,4 +1,4 @@
-"""Links in pages lead to existing files and headings."""
+"""Checks that links in pages lead to existing files and headings."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 
 
 def anchors(page: str) -> set[str]:
-    """Return the fragments that link to a page's headings: the headings in lower case, with hyphens for blanks and
-    without other punctuation.
+    """Return the fragments that link to a page's headings: the headings in lower case, with hyphens instead of spaces
+    and without other punctuation.
     """
     headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def dead(path: Path, text: str) -> Iterator[str]:
-    """Yield the links of a page whose target does not exist."""
+    """Yield a page's links whose targets do not exist."""
     for link in _LINK.findall(_FENCE.sub("", text)):
         name, _, fragment = link.partition("#")
         target = path if not name else (path.parent / name).resolve()
@@ -46,7 +46,7 @@ def test_dead_link_is_detected() -> None:
     assert list(dead(ROOT / "README.md", page)) == ["docs/nothing.md", "#nothing"]
 
 
-def test_every_page_of_the_docs_is_in_the_index() -> None:
+def test_every_docs_page_is_in_the_index() -> None:
     index = (ROOT / "docs/README.md").read_text()
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
 
@@ -54,9 +54,6 @@ def test_every_page_of_the_docs_is_in_the_index() -> None:
 
 
 def test_every_alert_has_a_runbook() -> None:
-    """The ``runbook_url`` of each alert must lead to the alert's heading in docs/alerts.md, and that page must not
-    have headings for alerts that do not exist.
-    """
     rules = yaml.safe_load((ROOT / "deploy/prometheus/rules.yaml").read_text())
     alerts = [rule for group in rules["groups"] for rule in group["rules"] if "alert" in rule]
     headings = re.findall(r"^## (AgentShim\w+)$", (ROOT / "docs/alerts.md").read_text(), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Tables that repeat facts from the code are complete: configuration keys and defaults, and exit codes."""
+"""Checks that tables that repeat facts from the code are complete: configuration keys and defaults, and exit codes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SPELLED = {
     ("monit.password", ""): "random",
     ("spec", ""): "none",
 }
-"""How the page writes those defaults that it shows in another form than the code. The keys are the option and the
-default in the code.
+"""How the page shows the defaults that it writes differently from the code, keyed by the option and its default in the
+code.
 """
 
 
@@ -44,14 +44,13 @@ def options(struct: type[msgspec.Struct], before: str = "") -> Iterator[tuple[st
 
 
 def test_configuration_page_lists_all_keys_and_defaults() -> None:
-    """The page lists every option of ``AgentShim`` with its default, and no other options."""
     rows = table("configuration.md", "| key | meaning | default |")
 
     assert {key: default for key, _, default in rows} == dict(options(ShimOptions))
 
 
 def test_commands_page_lists_all_exit_codes() -> None:
-    """The table must contain the exit codes of all error classes, as well as 0, 1 and 2."""
+    """The codes 0, 1 and 2 have no error class."""
     classes = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.ShimError)]
     codes = {0, 1, 2} | {kind.exit_code for kind in classes}
 
@@ -60,5 +59,4 @@ def test_commands_page_lists_all_exit_codes() -> None:
 
 @pytest.mark.parametrize("name", ["start", "doctor", "check"])
 def test_commands_page_has_a_section_for_each_command(name: str) -> None:
-    """The content of the sections is generated, and ``test_drawn`` reports sections that are out of date."""
     assert f"\n## {name}\n" in (ROOT / "docs/commands.md").read_text()

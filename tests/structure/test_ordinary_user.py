@@ -1,4 +1,4 @@
-"""Daily tests run as an ordinary user. Tests that need root have the marker ``root``."""
+"""Checks that daily tests run as an ordinary user. Tests that need root have the ``root`` marker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ASKS = re.compile(r"\bget(e|res)?uid\b")
 
 
 def skips(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield the nodes of a module that skip tests depending on which user runs them."""
+    """Yield the syntax nodes in a module that skip tests depending on which user runs them."""
     constants = {
         target.id
         for node in tree.body
@@ -35,7 +35,7 @@ def skips(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def test_no_daily_test_is_skipped_for_an_ordinary_user() -> None:
-    """A test that needs root must have the marker ``root``. It then runs in ``./dev test-root``, where a skip is
+    """A test that needs root must have the ``root`` marker. It then runs in ``./dev test-root``, where a skip is
     noticed.
     """
     files = [path for ring in RINGS for path in (ROOT / "tests" / ring).rglob("*.py")]
@@ -49,7 +49,7 @@ def test_no_daily_test_is_skipped_for_an_ordinary_user() -> None:
     assert found == []
 
 
-def test_skip_because_of_the_user_is_detected() -> None:
+def test_skipping_a_test_because_of_the_user_is_detected() -> None:
     for text in (
         "@pytest.mark.skipif(os.geteuid() != 0, reason='')\ndef test(): ...",
         "ROOT = os.getuid() == 0\nx = pytest.mark.skipif(not ROOT, reason='')",
@@ -60,9 +60,8 @@ def test_skip_because_of_the_user_is_detected() -> None:
 
 
 def test_ci_runs_the_daily_tests_as_an_ordinary_user() -> None:
-    """``.ci/run`` switches to an ordinary user for these tests if root has started it.
-
-    The CI service runs steps as an ordinary user unless they use sudo.
+    """``.ci/run`` switches to an ordinary user for these tests if root has started it. The CI service runs steps as an
+    ordinary user unless they use sudo.
     """
     steps = [step.get("run", "") for job in read("ci.yml")["jobs"].values() for step in job["steps"]]
 

@@ -1,4 +1,4 @@
-"""Passwords are compared in constant time."""
+"""Checks that passwords are compared in constant time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Only ``host.proc`` reads other processes' files in ``/proc``, because such reads need limits."""
+"""Checks that only ``host.proc`` reads other processes' files in ``/proc``, because such reads need limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLACES: Mapping[str, str] = {
 
 
 def texts(module: Module) -> Iterator[tuple[str, int]]:
-    """Yield the string literals of a module with their lines, except docstrings. In f-strings, each inserted value
+    """Yield the string literals in a module with their lines, except docstrings. In f-strings, each inserted value
     becomes ``{``.
     """
     for node in module.nodes:
@@ -37,9 +37,9 @@ def texts(module: Module) -> Iterator[tuple[str, int]]:
             yield node.value, node.lineno
 
 
-def test_only_host_proc_reads_files_of_other_processes() -> None:
-    """Such reads need limits, because a process's environment can be terabytes long, and the process can make a read of
-    it block forever.
+def test_only_host_proc_reads_other_processes_files() -> None:
+    """Such reads need limits, because a process's environment can be terabytes long, and the process can make such a
+    read block forever.
     """
     others = [module for module in modules().values() if module.name not in PLACES]
     found = [(each.name, line, text) for each in others for text, line in texts(each) if OF_A_PROCESS.search(text)]
@@ -47,8 +47,7 @@ def test_only_host_proc_reads_files_of_other_processes() -> None:
     assert found == []
 
 
-def test_reads_of_other_processes_are_detected() -> None:
-    """Paths in ``/proc`` that do not belong to another process must be allowed."""
+def test_code_that_reads_other_processes_files_is_detected() -> None:
     for text in ("/proc", "/proc/", "/proc/1/comm", "/proc/{/environ"):
         assert OF_A_PROCESS.search(text)
     for text in ("/proc/self/fd/{", "/proc/net/route", "/proc/sys/fs", "/process", "/proc/stat"):

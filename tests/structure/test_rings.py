@@ -1,4 +1,4 @@
-"""Every test belongs to a ring, that is, a group of tests that a task runs."""
+"""Checks that every test belongs to a ring, which is a group of tests that a task runs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from tests.support.source import ROOT
 
 UNMARKED = ("integration", "contract", "cpi", "structure", "unit")
-"""The directories whose tests ``./dev test`` runs without a mark."""
+"""Directories whose tests need no mark, because ``./dev test`` runs them anyway."""
 MARK = re.compile(
     r"pytest\.mark\.(root|slow|image|kubernetes|arm64|lxd|vm|releases|go_agent|chaos|sabotage)\b|^@case\(", re.MULTILINE
 )
 
 
-def test_test_files_outside_the_daily_tests_have_the_mark_of_a_ring() -> None:
-    """Each task selects its tests by a mark, so no task would run the tests of a file without one."""
+def test_test_files_outside_the_daily_tests_have_a_ring_mark() -> None:
+    """Test tasks other than ``./dev test`` select tests by a mark, so none of them would run a file without a mark."""
     files = [path for path in (ROOT / "tests").glob("*/test_*.py") if path.parent.name not in UNMARKED]
 
     assert len(files) > 50

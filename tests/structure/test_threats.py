@@ -1,4 +1,6 @@
-"""Attacks in test markers are complete, and tests and fuzz targets that ``docs/security.md`` names exist."""
+"""Checks that the ``attack`` markers on tests cover every known attacker and every attack that once succeeded, and that
+``docs/security.md`` names existing tests and all fuzz targets.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,17 @@ PAGE = (ROOT / "docs/security.md").read_text()
 
 ONCE_SUCCESSFUL = (
     "a job replaces its error log with a link to the settings or with a FIFO",
-    "a job names a process of root or of another job in its pidfile",
+    "a job writes the pid of a root process or of another job's process into its pidfile",
     "a job hides a process so that stopping the job misses it",
     "a job forks faster than its processes can be killed",
     "a job passes a setuid program to whoever unpacks its logs",
     "a job gives its logs names that are not UTF-8",
-    "a bpm process replaces its directory or volume with a link before it is mounted",
-    "a bpm process types into the terminal of `bpm shell`, or keeps running after it",
+    "a bpm process replaces its directory or volume with a link before the agent mounts it",
+    "a bpm process types into the operator's terminal, or survives the end of `bpm shell`",
     "a neighbour sends requests that are malformed or never end to an open port",
     "another agent forges a reply_to",
-    "text of a job sends control sequences to an operator's terminal",
-    "a request names no disk",
+    "text from a job sends control sequences to an operator's terminal",
+    "a request contains no disk cid",
     "a request contains certificates or keys that the agent cannot use",
 )
 """Attacks that succeeded against an earlier version. Each of them must have a test."""
@@ -43,7 +45,7 @@ def test_attack_that_once_succeeded_has_a_test(attack: str) -> None:
     assert attack in attacks()
 
 
-def test_attack_markers_of_tests_and_chaos_cases_are_found() -> None:
+def test_attack_markers_on_tests_and_chaos_cases_are_found() -> None:
     source = """
 @pytest.mark.root
 @pytest.mark.attack("a job x")

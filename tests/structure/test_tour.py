@@ -1,4 +1,4 @@
-"""Each step of docs/tour.md names a function or class that exists in the linked file."""
+"""Checks that each step in docs/tour.md names a function or class that exists in the linked file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINK = re.compile(r"\[([\w.]+)\]\(([\w./]+\.py)\)")
 
 
 def walks(page: str) -> dict[str, list[str]]:
-    """Return the steps of each walk in the tour, by the heading of the walk."""
+    """Return the steps of each walk in the tour, keyed by the walk's heading."""
     return {
         heading.strip(): STEP.findall(text)
         for heading, text in re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", page, re.MULTILINE)
@@ -32,7 +32,7 @@ def defined(body: list[ast.stmt], before: str = "") -> Iterator[str]:
 
 
 def lost(page: str, directory: Path) -> list[str]:
-    """Return the links of a page that name a function or class which the linked file does not contain."""
+    """Return the links on a page that name a function or class missing from the linked file."""
     return [
         f"{name} in {file}"
         for name, file in LINK.findall(page)
@@ -51,7 +51,7 @@ def test_tour_has_five_walks_of_five_to_ten_steps() -> None:
     assert {heading: len(steps) for heading, steps in found.items() if not 5 <= len(steps) <= 10} == {}
 
 
-def test_each_step_of_the_tour_begins_with_a_link_to_code() -> None:
+def test_each_tour_step_begins_with_a_link_to_code() -> None:
     assert [step for steps in walks(PAGE.read_text()).values() for step in steps if not LINK.match(step)] == []
 
 

@@ -1,4 +1,6 @@
-"""The version is defined only in ``agent_shim/__init__.py``. All files that repeat it must have the same version."""
+"""Checks that the version is defined only in ``agent_shim/__init__.py``, and that all files that repeat it agree with
+that definition.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ release.
 """
 
 
-def test_packaging_reads_the_version_from_its_module() -> None:
+def test_package_version_is_read_from_the_source_code() -> None:
     """``pyproject.toml`` must leave the version to ``hatch_build.py``, which reads it from the module."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -43,8 +45,7 @@ def test_packaging_reads_the_version_from_its_module() -> None:
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_pages_name_the_version_of_the_next_release(name: str) -> None:
-    """Examples on a page must name the release that the page describes."""
+def test_pages_contain_the_next_version(name: str) -> None:
     assert set(re.findall(BY_HAND[name], (ROOT / name).read_text())) == {NEXT}
 
 
@@ -74,7 +75,6 @@ def test_no_unlisted_file_repeats_the_version() -> None:
 
 
 def test_repository_address_is_the_same_everywhere() -> None:
-    """The address is defined in ``hatch_build.py``. The image's address in the registry contains the same name."""
     home = hatch_build.HOME.removeprefix("https://github.com/")
     named = re.compile(r"(?:github\.com|ghcr\.io)/(?!you/)([\w-]+/agent-shim)\b")
     found = {name: set(named.findall(text)) for name, text in texts() if not name.startswith("tests/")}
@@ -83,10 +83,9 @@ def test_repository_address_is_the_same_everywhere() -> None:
     assert {name: homes for name, homes in found.items() if homes - {home}} == {}
 
 
-def test_test_dependencies_include_those_of_the_demo() -> None:
-    """The tests use the demo's certificates and bus, so the demo's dependencies must be among the test dependencies.
-
-    The packages are listed twice, because in some tools a dependency group cannot refer to an extra of its project.
+def test_test_dependencies_include_the_demos_dependencies() -> None:
+    """The tests use the demo's certificates and bus. The packages are listed twice, because in some tools a dependency
+    group cannot refer to one of its project's extras.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

@@ -1,4 +1,4 @@
-"""Workflows run tasks of ``./dev``, have minimal permissions, and pin their actions."""
+"""Checks that workflows run ``./dev`` tasks, have minimal permissions, and pin their actions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TASK = re.compile(r"\./dev (\$\{\{ matrix\.task \}\}|[a-z0-9-]+)")
 
 
 def read(name: str) -> dict[str, Any]:
-    # In YAML 1.1, the key "on" is read as a boolean. This does not matter, because no test uses it.
+    # In YAML 1.1, the "on" key is read as a boolean. This does not matter, because no test uses that key.
     found: dict[str, Any] = yaml.safe_load((ROOT / ".github/workflows" / name).read_text())
     return found
 
@@ -30,8 +30,7 @@ def tasks(workflow: dict[str, Any]) -> set[str]:
     return found
 
 
-def test_ci_workflow_runs_the_tasks_of_dev_ci() -> None:
-    """The CI service and ``.ci/run`` must run the same checks."""
+def test_ci_workflow_runs_the_dev_ci_tasks() -> None:
     listed = re.search(r"\ndo-ci\(\) \{\n[^}]* for task in ([^;]+);", (ROOT / "dev").read_text())
 
     assert listed is not None
@@ -64,7 +63,7 @@ def test_workflows_limit_permissions_and_have_timeouts(name: str) -> None:
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_workflow_actions_are_pinned_to_a_commit(name: str) -> None:
-    """A tag could be moved to other code. The test also checks that no script contains untrusted text from an event."""
+    """A tag could be moved to other code."""
     used = re.findall(r"uses: (.*)", (ROOT / ".github/workflows" / name).read_text())
 
     assert used

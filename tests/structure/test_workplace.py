@@ -1,4 +1,4 @@
-"""No file of the project contains a path from the machine on which it was written."""
+"""Checks that none of the project's files contains a path from the machine on which it was written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOMES = re.compile(r"/(home|Users)/(?!vcap\b)[a-z]" + r"|(?<![\w.])/root/")
 
 
 def violations(name: str, text: str, root: Path) -> Iterator[str]:
-    """Yield the lines of the file ``name`` that contain a path of this machine. ``root`` is the project's directory."""
+    """Yield the lines in the file ``name`` that contain a path from this machine. ``root`` is the project directory."""
     here = re.compile(re.escape(str(root)) + r"(?![\w-])")
     for number, line in enumerate(text.splitlines(), 1):
         if here.search(line) or HOMES.search(line) or NEIGHBOUR.search(line):
@@ -24,7 +24,6 @@ def violations(name: str, text: str, root: Path) -> Iterator[str]:
 
 
 def test_no_file_contains_a_local_path() -> None:
-    """A path is local if it belongs to this checkout, to a directory next to it, or to a home directory."""
     found = [wrong for name, text in texts() if name != HERE for wrong in violations(name, text, ROOT)]
 
     assert found == []

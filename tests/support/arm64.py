@@ -26,7 +26,7 @@ from tests.support.guest import LOCK, ROOT
 CACHE: Final = ROOT / ".arm64"
 SUITE: Final = "bookworm"
 PYTHON: Final = "3.11"
-"""Python version of the Debian release ``SUITE``."""
+"""Python version in the Debian release ``SUITE``."""
 PACKAGES: Final = (
     "acl attr bash bzip2 coreutils dash diffutils findutils gawk gcc git grep gzip iproute2 libc6-dev login mount "
     "openssh-client openssl passwd procps psmisc python3 python3-venv sed tar util-linux xz-utils zstd"
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
 
 def enable_emulation() -> None:
     """Register the emulator with ``binfmt_misc``, so that the kernel can start arm64 programs. Mount ``binfmt_misc``
-    first if it is not mounted, which is usual in containers.
+    first if it is not mounted, as is usual in containers.
     """
     if not (BINFMT / "register").exists():
         subprocess.run(["mount", "-t", "binfmt_misc", "binfmt_misc", BINFMT], check=True)
@@ -73,7 +73,7 @@ def enable_emulation() -> None:
 
 
 def _system() -> Path:
-    """Return the directory of the arm64 Debian system, which is rebuilt every week to include security updates.
+    """Return the directory with the arm64 Debian system. The system is rebuilt every week to include security updates.
 
     Packages are unpacked without running their installation scripts, which would take a quarter of an hour in the
     emulator. For the same reason, the arm64 wheels are installed by the host's pip.

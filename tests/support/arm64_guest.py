@@ -1,9 +1,9 @@
-"""A fully emulated arm64 machine that runs a stemcell's root file system as a container.
+"""Runs a stemcell's root file system as a container on a fully emulated arm64 machine.
 
 Keepers cannot run under ``arm64.py``, whose emulator runs single programs on the host's kernel. They can run here,
-because this machine boots its own Linux kernel, Debian's. Its only disk contains the stemcell's files. PID 1 is a small
-script that starts the stemcell in new namespaces, as a container runtime does, and then runs the commands that a test
-sends. From the machine, the host's loopback interface has the address ``HOST``. Needs root.
+because this machine boots its own Linux kernel from Debian. Its only disk contains the stemcell's files. PID 1 is a
+small script that starts the stemcell in new namespaces, as a container runtime does, and then runs the commands that a
+test sends. The machine reaches the host's loopback interface at the address ``HOST``. Needs root.
 """
 
 from __future__ import annotations

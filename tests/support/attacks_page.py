@@ -1,4 +1,4 @@
-"""Generates the list of attacks and their tests for docs/attacks.md from the ``attack`` markers of the tests."""
+"""Generates the list of attacks and their tests for docs/attacks.md from the ``attack`` markers in the tests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ATTACKERS: Final[Mapping[str, str]] = {
     "another agent": "Another agent on the bus",
     "a neighbour": "A neighbour on the network",
     "a blobstore": "A blobstore",
-    "text of a job": "Text that a job writes",
+    "text from a job": "Text that a job writes",
     "an SSH user": "A user created by `bosh ssh`",
     "a reader": "A reader of logs, metrics and replies",
-    "a request": "Mistakes in requests",
-    "settings": "Mistakes in settings",
-    "a worker": "Defects of workers",
+    "a request": "Errors in requests",
+    "settings": "Errors in settings",
+    "a worker": "Worker defects",
 }
-"""Maps the words with which an attack's description may begin to the heading of its section."""
+"""Maps each phrase that may begin an attack's description to the heading of the attack's section."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The demo's nats-server with additional settings, and with methods that kill, pause or reconfigure it."""
+"""Runs the demo's nats-server with additional settings, and can kill, pause or reconfigure it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class NatsServer(broker.NatsServer):
 
 @asynccontextmanager
 async def knowing(where: Path, authority: Authority | None = None, **options: Any) -> AsyncIterator[NatsServer]:
-    """Run a server at which the agent ``agent`` can log in."""
+    """Run a server to which the agent with the id ``agent`` can log in."""
     async with NatsServer(where, authority, **options) as server:
         await server.add_agent("agent")
         yield server

@@ -38,7 +38,7 @@ FAST = BusTiming(
 
 
 async def echo(data: bytes) -> tuple[str, bytes] | None:
-    """Answer a request with the name of its method. The method ``sleep`` first sleeps for its argument in seconds."""
+    """Answer a request with the name of its method. The ``sleep`` method first sleeps for its argument in seconds."""
     request = json.loads(data)
     if request["method"] == "sleep":
         await asyncio.sleep(request["arguments"][0])
@@ -154,9 +154,9 @@ INFO = b'INFO {"server_id":"x","version":"2.10.0","max_payload":1048576,"tls_req
 
 class FakeServer:
     """A NATS server that runs one of the scripts for each connection: the first for the first connection, and so on.
-    The last script is also used for all further connections.
+    The last script is also used for all later connections.
 
-    An error in a script fails the test.
+    A failed assertion in a script fails the test.
     """
 
     def __init__(self, *scripts: Script, info: bytes = INFO, authority: Authority, pair: Pair | None = None) -> None:

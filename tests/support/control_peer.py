@@ -16,8 +16,9 @@ from agent_shim.core.paths import Paths
 
 @contextlib.contextmanager
 def answering(base: Path, reply: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
-    """Run a server on the control socket below ``base`` that answers each request with the result of ``reply``. The
-    server runs in a thread.
+    """Run a server on the control socket below ``base`` that answers each request with the result of ``reply``.
+
+    The server runs in a thread.
     """
     place = Paths(base).control_socket
     place.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The corpus in ``tests/data/corpus``: control files of real releases, and requests from a real Director."""
+"""Reads the corpus in ``tests/data/corpus``: control files from real releases, and requests from a real Director."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CORPUS = Path(__file__).resolve().parents[1] / "data/corpus"
 
 @dataclass(frozen=True)
 class CorpusEntry:
-    """A file of the corpus. ``verdict`` says whether monit or bpm itself accepts the file."""
+    """A file in the corpus. ``verdict`` says whether monit or bpm itself accepts the file."""
 
     file: str
     text: str

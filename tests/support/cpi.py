@@ -96,9 +96,7 @@ class CpiTraits:
     place: str = f"{BOSH}/disks/{{cid}}"
     is_hint_an_object: bool = False
     tells_the_agent: bool = True
-    """Whether the CPI implements API version 2, in which case the Director sends disk hints with
-    ``add_persistent_disk``.
-    """
+    """True if the CPI implements API version 2. The Director then sends disk hints with ``add_persistent_disk``."""
     names_disks_to_migrate: bool = True
     attaches: Literal["live", "by restart", "by recreation"] = "by recreation"
     loses_data_unasked: bool = True
@@ -217,5 +215,6 @@ OURS_LIVE: Final = CpiTraits(
 STATEFUL_SET: Final = CpiTraits(
     name="a StatefulSet", deliver=mount_file, place="/var/vcap/store", tells_the_agent=False
 )
-"""Without a CPI, the StatefulSet's manifest mounts the volume where jobs expect it and names that path in the settings.
+"""There is no CPI. Instead, the StatefulSet's manifest mounts the volume where jobs expect it, and names that path in
+the settings.
 """

@@ -1,4 +1,4 @@
-"""The HTTPS client that the bosh CLI uses during ``create-env``, and the agent's HTTPS server to test it against.
+"""Runs the agent's HTTPS server, and imitates the client that the bosh CLI uses during ``create-env``.
 
 Requests, statuses and polling follow cloudfoundry/bosh-agent ``agentclient/http`` and bosh-davcli ``client/client.go``.
 """
@@ -41,7 +41,7 @@ def pair() -> Pair:
 
 def mbus(port: int = 0, **changes: Any) -> Mbus:
     """Return the mbus settings, including address and certificate, that create-env gives to an agent. ``changes``
-    replace single members.
+    replace individual members.
     """
     good = {"certificate": pair().certificate, "private_key": pair().private_key, "ca": ""}
     return Mbus(**{"urls": (f"https://{USER}:{IN_URL}@127.0.0.1:{port}",)} | good | changes)
@@ -144,7 +144,7 @@ class AgentClient:
 
 
 def dav_path(blob_id: str) -> str:
-    """Return a blob's URL path. The directory is the beginning of the SHA-1 of the blob id."""
+    """Return a blob's URL path. The directory is the beginning of the blob id's SHA-1."""
     return f"/blobs/{hashlib.sha1(blob_id.encode()).hexdigest()[:2]}/{blob_id}"
 
 

@@ -186,8 +186,9 @@ class Effects:
         assert not self._is_there(self.paths.store_migration_target, old)
 
     def _is_there(self, place: Path, cid: str) -> bool:
-        """Return True if the disk ``cid`` is mounted or linked at ``place``, according to the cid in the marker file
-        that the agent keeps on each disk.
+        """Return True if the disk with this ``cid`` is mounted or linked at ``place``.
+
+        A marker file that the agent keeps on each disk contains the disk's cid.
         """
         if place.is_symlink():
             place = self._seen(place)
@@ -200,13 +201,11 @@ class Effects:
         return job in self._names(self.paths.jobs) and (self._seen(self.paths.jobs / job) / "bin" / name).exists()
 
     def _hooks(self) -> list[str]:
-        """Return the lines that the hook scripts of the recorded deployment's job have logged. Each run of a script
-        logs one line.
-        """
+        """Return the lines that the recorded job's hook scripts have logged, one for each run of a script."""
         return (self.paths.log / "web/hooks.log").read_text().splitlines()
 
     def _seen(self, link: Path) -> Path:
-        """Resolve an absolute symlink as a process inside the machine would, and return the target's path as seen from
+        """Resolve an absolute symlink as a process inside the machine would. Return the target's path as seen from
         outside.
         """
         return self.machine.root / str(link.readlink()).lstrip("/")

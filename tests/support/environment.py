@@ -1,4 +1,6 @@
-"""The BOSH side of container tests: a bus with its other clients, a blobstore, and settings like those from a CPI."""
+"""Provides the BOSH side of container tests: a bus with its other clients, a blobstore, and settings like those from a
+CPI.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ BLOBS: Final = "/blobs"
 
 @dataclass(frozen=True)
 class Environment:
-    """The services that a container's agent talks to. Containers connect to ``proxy`` at ``address``, which forwards
-    connections to ``server``.
+    """The services that a container's agent talks to. Containers connect to ``proxy`` at ``address``, and ``proxy``
+    forwards the connections to ``server``.
     """
 
     address: str

@@ -1,4 +1,4 @@
-"""Runs several machines with one agent each, a bus and a Director.
+"""Runs a bus, a Director, and several machines with one agent each.
 
 The agents are ``agent-shim run`` as root with a real ``/var/vcap``.
 """
@@ -47,7 +47,7 @@ class Fleet:
         return self.scratch / agent_id / "blobs"
 
     def credentials(self, agent_id: str, *, bootstrap: bool = False) -> dict[str, str]:
-        """Return a new client certificate in the format of the settings."""
+        """Return a new client certificate in the settings format."""
         mbus = self.server.mbus(agent_id, bootstrap=bootstrap)
         return {"ca": mbus.ca, "certificate": mbus.certificate, "private_key": mbus.private_key}
 

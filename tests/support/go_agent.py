@@ -84,7 +84,7 @@ def start_monit(machine: Machine) -> subprocess.Popen[bytes]:
 
 
 def starts(machine: Machine) -> dict[str, list[str]]:
-    """Return, for each job, the pids of all its starts."""
+    """Return, for each job, the pids that its start script has recorded."""
     return {
         name: path.read_text().split() if (path := machine.vcap / f"data/{name}/starts").exists() else []
         for name in NAMES

@@ -1,12 +1,12 @@
-"""A virtual machine for tests that the host cannot run: systemd as PID 1, cgroup v2 only, hanging disks, changed
-clocks.
+"""Runs tests in a virtual machine if they need what the host cannot provide: systemd as PID 1, cgroup v2 without v1,
+hanging disks or changed clocks.
 
     python -m tests.support.guest [--limit SECONDS] [--image] COMMAND…
 
 runs a command as root on a copy of this project in the guest, and exits with the command's exit code. The CPU is
-emulated, so the guest needs no virtualization support. It affects nothing on the host, and has no network. Files are
-copied in as a tar archive on one disk, and copied out as a tar archive on another. With ``--image``, a third disk with
-the files of our image is mounted at ``/image``, so that podman in the guest can run containers from it.
+emulated, so the guest needs no virtualization support. The guest affects nothing on the host, and has no network. Files
+are copied in as a tar archive on one disk, and copied out as a tar archive on another. With ``--image``, a third disk
+with our image's files is mounted at ``/image``, so that podman in the guest can run containers from it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PACKAGES: Final = (
     "netavark nftables openssl podman procps python3 python3-venv runc strace sudo systemd tini udev util-linux"
 )
 IMAGE: Final = Path("/image")
-"""The directory in the guest at which the files of our image are mounted."""
+"""The directory in the guest at which our image's files are mounted."""
 LOCK: Final = ROOT / "requirements/dev.lock"
 PLATFORMS: Final = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 28, 34)))
 PLACE: Final = "/opt/agent_shim"
@@ -48,7 +48,7 @@ PLACE: Final = "/opt/agent_shim"
 archive that was copied in.
 """
 LINKS: Final = ("bosh-agent", "bpm", "monit")
-"""Links to the command ``agent-shim``, as in the image."""
+"""Links to the ``agent-shim`` command, as in the image."""
 LIMIT: Final = 3600.0
 """Maximum number of seconds from power-on to power-off."""
 IMAGE_SIZE: Final = "1G"
@@ -190,7 +190,7 @@ def _of_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
 def _base() -> Path:
     """Return the root file system, the kernel and the initrd. They are rebuilt every week to include security updates.
 
-    The file ``packages`` in their directory lists the installed package versions.
+    The ``packages`` file in their directory lists the installed package versions.
     """
     told = [
         SUITE,

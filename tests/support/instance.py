@@ -81,7 +81,7 @@ class RunningAgent:
     bosh: dict[str, Any] = field(default_factory=dict)
     """Additional members of ``env.bosh``."""
     is_apart: bool = False
-    """Whether the command runs the agent as its only child, as PID 1 of a new PID namespace.
+    """Whether the command runs the agent as its only child, which is PID 1 of a new PID namespace.
 
     If so, the pids in pidfiles have no meaning outside that namespace.
     """
@@ -108,7 +108,7 @@ class RunningAgent:
     def beside(self) -> Path:
         """The directory with the pidfiles of programs that the command runs alongside the agent.
 
-        The processes named in its ``*.pid`` files are included in the agent's measurements. Its file ``group`` contains
+        The processes named in its ``*.pid`` files are included in the agent's measurements. Its ``group`` file contains
         the ID of a process group that keeps running when the agent is killed or restarted. ``end_what_is_beside`` kills
         that group.
         """
@@ -177,7 +177,7 @@ class RunningAgent:
         )
 
     def argv(self) -> list[str]:
-        """Return the arguments of the agent's command line."""
+        """Return the agent's command-line arguments."""
         return [word.format(config=self.config, base=self.base) for word in shlex.split(self.command)]
 
     @property
@@ -198,7 +198,7 @@ class RunningAgent:
         self.agent = None
 
     def starts(self) -> dict[str, list[int]]:
-        """Return the pid of every start of each job."""
+        """Return, for each job, the pids that its start script has recorded."""
         return {
             path.parent.name: [int(line) for line in path.read_text().split()]
             for path in (self.base / "data").glob("*/starts")
@@ -280,7 +280,7 @@ class RunningAgent:
     ) -> dict[str, Any]:
         """Return a spec with ``jobs`` sleeping jobs and ``packages`` packages.
 
-        Each package has ``size`` bytes, half of them random. ``more`` maps the names of further jobs to their files.
+        Each package has ``size`` bytes, half of them random. ``more`` maps the names of additional jobs to their files.
         """
         names = [f"job{number}" for number in range(jobs)]
         files: dict[str, str | bytes] = {f"{job}/{path}": text for job, of in more.items() for path, text in of.items()}
@@ -319,7 +319,7 @@ class RunningAgent:
             return found
         run = self.base / "data/sys/run"
         for path in (*run.glob("*/*.pid"), *run.glob("bpm/*/*.pid")):
-            # A chaos case may have replaced the pidfile with a pipe, at which open() would block. ``guarded.head``
+            # A chaos case may have replaced the pidfile with a pipe, on which open() would block. ``guarded.head``
             # rejects pipes.
             with suppress(OSError):
                 text = guarded.head(path, MAX_PIDFILE_BYTES).strip()
@@ -373,7 +373,7 @@ async def bystander(w: RunningAgent) -> AsyncIterator[None]:
 
 
 def _content(seed: int, size: int) -> bytes:
-    """Return the content of a package: half random bytes, half text."""
+    """Return a package's content: half random bytes, half text."""
     random_half = random.Random(seed).randbytes(size // 2)
     text_half = (b"all work and no play makes a dull package\n" * (size // 80 + 1))[: size // 2]
     return archive({"content": random_half + text_half})
@@ -383,7 +383,7 @@ def _content(seed: int, size: int) -> bytes:
 async def world(command: str, *, poll: float = 0) -> AsyncIterator[RunningAgent]:
     """Provide a scratch directory with a bus and a Director. No agent is running yet.
 
-    ``poll`` is the pause in seconds between two queries of a task. Without a pause, measured times are exact, but the
+    ``poll`` is the pause in seconds between two task queries. Without a pause, measured times are exact, but the
     queries keep a CPU busy.
     """
     scratch = Path(tempfile.mkdtemp(prefix="agent-shim-bench-"))

@@ -33,7 +33,7 @@ async def killed(
         working = asyncio.ensure_future(work())
         telling = asyncio.create_task(lines.readline())
         await asyncio.wait([working, telling], return_when=asyncio.FIRST_COMPLETED)
-    # The tracer may have killed the process after the work had ended but before the tracer was stopped, so read its
+    # The tracer may have killed the process after the work had finished but before the tracer was stopped, so read its
     # report.
     told: Told = json.loads(await telling or "{}")
     if not told:
@@ -50,8 +50,8 @@ async def killed(
 
 
 async def recorded(stand: Stand, places: Sequence[Path], work: Callable[[], Awaitable[None]]) -> list[Told]:
-    """Run ``work`` and return a report on each of its system calls that changes a file below ``places``. Nothing is
-    killed.
+    """Run ``work`` without killing anything. Return a report on each system call with which the agent or one of its
+    children changes a file below ``places``.
     """
     async with tracing(stand.pid, 0, "root", places) as lines:
         reading = asyncio.create_task(lines.read())
@@ -82,7 +82,7 @@ def _command_line(pid: int) -> bytes:
 
 @contextlib.asynccontextmanager
 async def tracing(pid: int, number: int, who: str, places: Sequence[Path]) -> AsyncIterator[asyncio.StreamReader]:
-    """Run a tracer that follows a process. Yield its output."""
+    """Run a tracer that follows a process. Yield the tracer's output."""
     await _end_workers(pid)
     argv = ["-m", "tests.support.tracer", str(pid), str(number), who, *map(str, places)]
     tracer = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -101,7 +101,7 @@ async def tracing(pid: int, number: int, who: str, places: Sequence[Path]) -> As
 
 
 async def sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int, int]:
-    """Run ``point`` for every ``step``-th call number, killing the agent at that call, until two runs in succession end
+    """Run ``point`` for every ``step``-th call number, killing the agent at that call. Stop when two runs in a row end
     before they reach their call.
 
     A single such run is not enough, because the number of calls varies by one or two between runs.

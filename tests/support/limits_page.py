@@ -1,4 +1,4 @@
-"""Generates the table of limits for docs/configuration.md from the values of the constants."""
+"""Generates the table of limits for docs/configuration.md from the constants' values."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ LIMITS: Final = (
     (
         "size of a reply over NATS",
         "core.wire.MAX_REPLY_BYTES",
-        "it is shortened or replaced with an error, as by the Go agent",
+        "it is shortened or replaced with an error, as the Go agent does",
     ),
     ("outgoing data waiting for a slow NATS server", "edges.bus.link.MAX_BACKLOG_BYTES", "publishing fails"),
     ("requests in progress", "edges.bus.nats.MAX_REQUESTS", "further requests are dropped and counted"),
     (
-        "`get_task` requests that wait briefly for the end of their task",
+        "`get_task` requests that wait briefly for their task to finish",
         "actions.tasks.MAX_HELD",
         "further requests are answered immediately",
     ),
@@ -30,7 +30,7 @@ LIMITS: Final = (
     ),
     ("size of a request to port 9190", "edges.http_server.MAX_REQUEST_BYTES", "it is refused"),
     ("size of a request over the control socket", "edges.control_server.MAX_REQUEST_BYTES", "it is refused"),
-    ("size of the DNS records for `sync_dns`", "services.bundles.MAX_SMALL_BYTES", "the request fails"),
+    ("size of the DNS records in `sync_dns`", "services.bundles.MAX_SMALL_BYTES", "the request fails"),
     ("free disk space that downloads must leave", "bulk.transfer.RESERVE_BYTES", "the download fails"),
     ("age of an archive for `bosh logs`", "services.logs.archives.MAX_AGE_S", "the archive is removed"),
     ("files that `--job-logs` follows", "services.logs.tail.MAX_FILES", "each job gets an equal share of the files"),

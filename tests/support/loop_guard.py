@@ -32,14 +32,14 @@ LOOK_S: Final = 0.01
 READ, FUTEX = ("63", "98") if os.uname().machine == "aarch64" else ("0", "202")
 """The numbers of the system calls ``read`` and ``futex``."""
 RUNTIME_BYTES: Final = 1 << 20
-"""Upper limit for the size of the interpreter's state, which contains the GIL."""
+"""Upper limit on the size of the interpreter's state, which contains the GIL."""
 
 _per_thread: Final = threading.local()
 _installed: list[Any] = []
 _start_thread: Final = threading.Thread.start
 _start_program: Final = subprocess.Popen.__init__
 violations: Final[list[str]] = []
-"""Reports of callbacks that blocked an event loop of this process."""
+"""Reports of callbacks that blocked an event loop in this process."""
 
 
 class _Clock(NamedTuple):
@@ -65,9 +65,7 @@ def _now(*, is_end: bool) -> _Clock:
 
 @contextlib.contextmanager
 def spawning() -> Iterator[None]:
-    """Exclude the start of a program or thread from the check, because on a busy machine it may take long through no
-    fault of the loop.
-    """
+    """Exclude the start of a program or thread from the check, because it may take a long time on a busy machine."""
     callback: _Callback | None = getattr(_per_thread, "callback", None)
     if callback is not None:
         callback.is_spawning = True
@@ -209,8 +207,9 @@ class _SleepFinder(threading.Thread):
 
 
 def _sleep(native: int, locks: range) -> str:
-    """Return the number of the system call in which a thread sleeps, or "" if it is awake. Also return "" for the kinds
-    of sleep that do not count: reading ``/proc`` and waiting for the GIL.
+    """Return the number of the system call in which a thread sleeps.
+
+    Return "" if it is awake, or if it reads ``/proc`` or waits for the GIL, because these kinds of sleep do not count.
     """
     try:
         state = Path(f"/proc/self/task/{native}/stat").read_text().rpartition(")")[2].split()[0]
@@ -224,8 +223,10 @@ def _sleep(native: int, locks: range) -> str:
 
 
 def _locks_of_the_interpreter() -> range:
-    """Return the address range of the interpreter's state, which contains the GIL's locks. If the interpreter does not
-    export the symbol ``_PyRuntime``, return all addresses, so that every wait for a lock counts as a wait for the GIL.
+    """Return the address range of the interpreter's state, which contains the GIL's locks.
+
+    If the interpreter does not export the ``_PyRuntime`` symbol, return all addresses, so that every wait for a lock
+    counts as a wait for the GIL.
     """
     import ctypes  # Imported late, because only guarded agents need this module.
 

@@ -1,11 +1,11 @@
-"""A machine in its own mount and PID namespaces and cgroups, with a real ``/var/vcap`` and ``/etc``. Needs root.
+"""Simulates a machine with its own mount and PID namespaces, cgroups, ``/var/vcap`` and ``/etc``. Needs root.
 
-It shares the rest of the file system with the host, but read-only, because a tool with a wrong path could delete a home
-directory. ``/home``, ``/tmp``, ``/var/log`` and similar directories are replaced with empty ones, and no user has a
-home directory at its real path. The test's scratch directory is at ``/mnt``. PID 1 is a small reaper. When it exits,
-the kernel kills every process of the machine. ``Machine.root`` gives access to the machine's files from outside.
-Volumes outlive the machine, so a new machine with the same volumes represents the same container after a restart or
-re-creation.
+The machine shares the rest of the file system with the host, but read-only, because a tool with a wrong path could
+delete a home directory. ``/home``, ``/tmp``, ``/var/log`` and similar directories are replaced with empty ones, and no
+user has a home directory at its real path. The test's scratch directory is at ``/mnt``. PID 1 is a small reaper. When
+it exits, the kernel kills every process on the machine. ``Machine.root`` gives access to the machine's files from
+outside. Volumes outlive the machine, so a new machine with the same volumes represents the same container after a
+restart or re-creation.
 """
 
 from __future__ import annotations
@@ -175,13 +175,15 @@ def machine(
 
 
 def revealing(scratch: Path, seen: Path) -> tuple[str, str, str]:
-    """Return shell commands that keep ``NEEDED`` readable for every user of a new mount namespace.
+    """Return shell commands that keep ``NEEDED`` readable for every user in a new mount namespace.
 
-    If one of these paths lies below a directory that only root can enter, the caller hides that directory by mounting a
-    new one over it, which every user can enter. The result consists of three strings: the directories to hide, the
-    commands to run before, and the commands to run afterwards. The first commands bind-mount ``NEEDED`` read-only below
-    ``scratch``. When the second commands run, ``scratch`` must be visible at ``seen``, from where they bind-mount
-    ``NEEDED`` at its original path.
+    A path in ``NEEDED`` may be below a directory that only root can enter. The caller must mount a new directory over
+    such a directory.
+
+    The result consists of three strings: the directories to cover with new ones, the commands to run before that, and
+    the commands to run afterwards. The first commands bind-mount ``NEEDED`` read-only below ``scratch``. The second
+    commands bind-mount ``NEEDED`` at its original path. They find it below ``seen``, where ``scratch`` must be visible
+    by then.
     """
     places = [path for path in NEEDED if not path.is_relative_to("/usr")]
     closed = {str(up) for path in places for up in path.parents if not up.stat().st_mode & stat.S_IXOTH}
@@ -196,8 +198,8 @@ def revealing(scratch: Path, seen: Path) -> tuple[str, str, str]:
 
 
 def _make_users(copy: Path) -> None:
-    """Write the files of a machine's users and groups to ``copy``. In addition to this machine's users, there are those
-    of a stemcell.
+    """Write a machine's user and group files to ``copy``. They contain a stemcell's users in addition to this
+    machine's.
 
     Existing entries with the same ids or names are removed. All other users get a home directory that does not exist.
     """

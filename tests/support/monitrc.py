@@ -1,6 +1,6 @@
 """Writes monit's control file and alert configuration as stemcells contain them, and reads monit's state file.
 
-Source: bosh_monit/assets and bosh_go_agent/assets of the stemcell builder.
+Source: bosh_monit/assets and bosh_go_agent/assets in the stemcell builder.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 MONIT = Path("/var/vcap/monit")
 STATE = struct.Struct("256s4iQ")
-"""Layout of a service's entry in the state file of monit 5.2.5 (state.c)."""
+"""Layout of a service's entry in monit 5.2.5's state file (state.c)."""
 
 
 def monitored(state: Path) -> dict[str, int]:

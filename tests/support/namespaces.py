@@ -22,7 +22,7 @@ FATAL: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, si
 
 
 def enter(module: str, arguments: Sequence[str], *, network: bool = False) -> None:
-    """Run ``python -m MODULE ARGUMENTS`` in new mount and PID namespaces, in place of this process. Do nothing if this
+    """Replace this process with ``python -m MODULE ARGUMENTS``, run in new mount and PID namespaces. Do nothing if this
     process is not root, or already runs in such namespaces.
     """
     if os.geteuid() != 0 or INSIDE in os.environ:

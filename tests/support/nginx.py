@@ -1,6 +1,6 @@
 """Runs nginx (Debian package nginx) with a configuration like that of the blobstore on a Director's VM.
 
-Blobs are stored in ``store/XX/ID``. Below ``/``, the user ``agent`` may GET and PUT blobs with a password. Below
+Blobs are stored in ``store/XX/ID``. Below ``/``, the ``agent`` user may GET and PUT blobs with a password. Below
 ``/signed/`` no password is needed, but a link is valid only for one method, one blob and a limited time.
 
 The Director's nginx verifies signed links with an HMAC module that Debian does not package. Here they are verified by a

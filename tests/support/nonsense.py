@@ -1,4 +1,4 @@
-"""Requests that no Director sends: malformed requests, and valid requests with a few bytes changed."""
+"""Provides requests that no Director sends: malformed requests, and valid requests with a few bytes changed."""
 
 from __future__ import annotations
 

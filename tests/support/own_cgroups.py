@@ -1,6 +1,6 @@
 """Creates cgroups for a single test run.
 
-Two agents in one cgroup would count and kill each other's jobs of the same name.
+Two agents in one cgroup would count and kill each other's job processes if the jobs had the same name.
 """
 
 from __future__ import annotations

@@ -105,14 +105,14 @@ class SimulatedMachine:
     how_stops: str = "well"
     how_ends: Ending = field(default_factory=lambda: Code(1))
     refuses: str = ""
-    """The event (such as ``Started``) for which the program cannot be executed, or "" if all programs can be."""
+    """The event (such as ``Started``) whose program cannot be executed, or "" if every program can be."""
     orphans: list[Left] = field(default_factory=list)
     """Processes that may have been descendants of a killed keeper."""
     pids: int = MAX_PID
     ran: list[tuple[float, str]] = field(default_factory=list)
     """Each run of a program, as its time and the event that caused it."""
     graces: list[float] = field(default_factory=list)
-    """Grace period in seconds of each call that kills leftover processes."""
+    """Grace periods in seconds, one for each call that kills leftover processes."""
 
     @property
     def is_there(self) -> bool:
@@ -306,7 +306,7 @@ def service_on(machine: SimulatedMachine, spec: ProcessSpec = SPEC, **members: A
 
 
 def played(test: Callable[Taken, Coroutine[Any, Any, None]]) -> Callable[Taken, None]:
-    """Decorate a test to run on the jumping clock, with simulated process finders."""
+    """Decorate a test to run on the jumping clock, with ``PlayedFinder`` in place of ``ProcessFinder``."""
 
     @functools.wraps(test)
     def run(*arguments: Taken.args, **named: Taken.kwargs) -> None:

@@ -1,4 +1,4 @@
-"""An instance whose containers can be replaced while its volumes are kept, with a bus and a Director. Needs root.
+"""Runs an instance whose containers can be replaced while its volumes are kept, with a bus and a Director. Needs root.
 
 Each container is a new machine (``tests.support.machine``) with new pids and a new root file system. The test decides
 which volumes to keep. A container is stopped by killing its processes with SIGKILL, as a container runtime does after
@@ -34,7 +34,7 @@ Files = Mapping[str, Mapping[str, str | bytes]]
 SLEEPER: Final[Files] = {"web": jobs.sleeper(Paths(), "web")}
 """A job that sleeps."""
 PORT: Final = "cable0"
-"""Name of the containers' network interface. The host must not have an interface of this name, because the host's
+"""Name of the containers' network interface. The host must not have an interface with this name, because the host's
 ``/sys`` is visible inside the containers.
 """
 
@@ -125,7 +125,7 @@ class PodInstance:
         return (self.scratch / f"agent-{self._number}.log").read_text()
 
     def attach(self, cid: str) -> None:
-        """Attach another disk, beginning with the next container."""
+        """Attach an additional disk, which appears when the next container is started."""
         self.volume(cid).mkdir(parents=True, exist_ok=True)
         self.disks.append(cid)
 
@@ -219,7 +219,7 @@ class PodInstance:
         return await self.start()
 
     async def until(self, *job_states: str) -> dict[str, Any]:
-        """Wait until the instance is in one of these job states. Return the state reply."""
+        """Wait until the instance is in one of these job states. Return the reply to ``get_state``."""
         async with asyncio.timeout(30):
             while True:
                 state: dict[str, Any] = await self.director.value(self.agent_id, "get_state")
@@ -259,7 +259,7 @@ class PodInstance:
         return spec
 
     async def deploy(self, files: Files = SLEEPER, packages: Files | None = None) -> dict[str, Any]:
-        """Apply and start jobs as the Director does, except for pre-start, and wait until they run.
+        """Apply a spec and start its jobs as the Director does, except for pre-start, and wait until they run.
 
         Return the spec.
         """

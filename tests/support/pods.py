@@ -115,14 +115,14 @@ def _imported(podman: Podman, name: str, make: list[str | Path], where: Path, *o
 
 
 def secrets() -> list[str]:
-    """Return the ``podman build`` options that pass the ``SECRETS`` existing on this machine."""
+    """Return the ``podman build`` options that pass the ``SECRETS`` that exist on this machine to the build."""
     return [f"--secret=id={name},src={path}" for name, path in SECRETS.items() if path.exists()]
 
 
 def build(podman: Podman, base: str, target: str = "", *, tree: Path = ROOT, name: str = IMAGE) -> str:
-    """Build our image, or its stage ``target``, from the Dockerfile without the compiler stages.
+    """Build our image, or the stage that ``target`` names, from the Dockerfile without the compiler stages.
 
-    The previous image of the same name is removed.
+    The previous image with the same name is removed.
     """
     image = f"{name}-{target}" if target else name
     before = podman.run("image", "inspect", "--format", "{{.Id}}", image).stdout.decode().strip()

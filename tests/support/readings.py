@@ -28,8 +28,8 @@ def memory_of(pid: int, field: str) -> float:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of all running threads of a process, with nanosecond resolution if the kernel provides
-    it.
+    """Return the CPU seconds that a process's running threads have used, with nanosecond resolution if the kernel
+    provides it.
     """
     total = 0
     for path in Path(f"/proc/{pid}/task").iterdir():

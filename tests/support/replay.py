@@ -22,7 +22,7 @@ LEFT_OUT = frozenset({"get_task", "cancel_task"})
 """Methods of recorded requests that are not replayed, because the scripted Director polls tasks on its own."""
 
 VOLUMES = Path("/var/vcap/volumes")
-"""Directory of the disks in a container. In the recordings, the disks were attached below ``/dev``."""
+"""Directory in which a container sees its disks. In the recordings, the disks were attached below ``/dev``."""
 
 _SERVER = """
 import http.server, socket, socketserver, sys
@@ -150,10 +150,10 @@ class Replay:
     async def _compare_state(
         self, step: RecordedRequest, arguments: list[Any], expected: dict[str, Any]
     ) -> dict[str, Any]:
-        """Compare ``get_state`` replies. The fields that the Director compares must be equal, and all other fields must
-        have the same JSON types.
+        """Compare ``get_state`` replies.
 
-        The request is repeated for up to 30 s until ``job_state`` has the recorded value.
+        The fields that the Director compares must be equal, and all other fields must have the same JSON types. The
+        request is repeated for up to 30 s until ``job_state`` has the recorded value.
         """
         deadline = time.monotonic() + 30
         while True:
@@ -217,8 +217,9 @@ def _settled(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def shape(value: Any) -> Any:
-    """Return the structure of a value, with JSON types in place of values. Integers and fractions are the same type, as
-    in JSON.
+    """Return the structure of a value, with JSON types in place of values.
+
+    Integers and fractions are the same type, as in JSON.
     """
     if isinstance(value, dict):
         return {name: shape(member) for name, member in value.items()}

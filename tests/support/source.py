@@ -37,7 +37,7 @@ NOT_OURS = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """A module of the agent: its dotted name, its text and its syntax tree."""
+    """One of the agent's modules: its dotted name, its text and its syntax tree."""
 
     name: str
     text: str
@@ -64,7 +64,7 @@ class Module:
 
 @cache
 def modules() -> Mapping[str, Module]:
-    """Return every module of the agent by name. The demo's modules, which imitate a Director, are left out."""
+    """Return all of the agent's modules by name. The demo's modules, which imitate a Director, are left out."""
     found = {}
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
@@ -86,7 +86,7 @@ def floors() -> Iterator[tuple[int, str]]:
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Yield every text file of the project with its name. Binary files are skipped."""
+    """Yield each of the project's text files with its name. Binary files are skipped."""
     for directory, below, files in os.walk(ROOT):
         below[:] = [
             name

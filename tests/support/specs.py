@@ -1,4 +1,4 @@
-"""Apply specs that several tests use as expected values."""
+"""Provides apply specs that several tests use as expected values."""
 
 from __future__ import annotations
 

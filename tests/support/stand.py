@@ -1,4 +1,4 @@
-"""The environment of a chaos case: a real agent with an init, a bus behind a proxy, a Director and a Health Monitor.
+"""Provides what a chaos case needs: an agent with an init, a bus behind a proxy, a Director and a Health Monitor.
 
 Any command that implements the protocol can be the agent under test. After each case, ``Witness`` returns the violated
 invariants. If an invariant cannot be observed from outside, its visible effects are checked instead.
@@ -55,7 +55,7 @@ def expect(fact: bool, what: str) -> None:
 
 def at_most(figure: float, limit: float, what: str) -> float:
     """Raise ``NotHeldError`` if ``figure`` exceeds ``limit``. Otherwise return ``figure``, which is shown in the case's
-    row of the scorecard.
+    scorecard row.
 
     ``what`` is a format string for the figure, such as ``process 1 took {:.2f} s to exit``.
     """
@@ -101,13 +101,13 @@ class Stand:
     after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Resources of the case that stay open until the invariants have been checked."""
     told: dict[str, int | None] = field(default_factory=dict)
-    """Alerts that the case expects: a pattern for "title, severity N", with the expected number of alerts. None means
-    one or more.
+    """Alerts that the case expects: a pattern for "title, severity N", with the expected number of alerts. If the
+    number is None, one or more are expected.
     """
     failing: set[str] = field(default_factory=set)
     """Names of jobs that may be in any state after the case."""
     figures: list[str] = field(default_factory=list)
-    """Measurements that the case adds to its row of the scorecard."""
+    """Measurements that the case adds to its scorecard row."""
     lasting: set[str] = field(default_factory=set)
     """Command lines of job processes that are neither named in a pidfile nor descendants of a start program."""
     moved: dict[str, str] = field(default_factory=dict)
@@ -169,7 +169,7 @@ class Stand:
     async def stop(self, limit: float | None = None) -> float:
         """Stop all jobs and return the duration in seconds.
 
-        Check that all processes of the jobs have exited, not only those in pidfiles.
+        Check that all job processes have exited, not only those in pidfiles.
         """
         before = self.witness.processes()
         took = await self.world.run("stop", limit=limit)
@@ -183,7 +183,7 @@ class Stand:
         return await self.world.director.value(AGENT, method, *arguments, timeout=timeout)
 
     async def answers(self, within: float, *, patience: float = 0.25) -> float:
-        """Send pings until the agent answers one. Return the seconds until then.
+        """Send pings until the agent answers one. Return how many seconds that took.
 
         If a ping gets no answer, the next is sent after ``patience`` seconds.
         """
@@ -195,7 +195,7 @@ class Stand:
         raise NotHeldError(f"the agent did not answer a ping within {within:g} s")
 
     async def heartbeat(self, within: float) -> float:
-        """Wait for the next heartbeat. Return the seconds until then."""
+        """Wait for the next heartbeat. Return how many seconds that took."""
         before = len(self.monitor.of("heartbeat", AGENT))
         return await until(lambda: len(self.monitor.of("heartbeat", AGENT)) > before, within, "no heartbeat arrived")
 
@@ -208,12 +208,13 @@ class Stand:
         await agent.wait()
 
     def omit(self, invariant: str, why: str) -> None:
-        """Do not check an invariant after this case. The case's row of the scorecard states the reason."""
+        """Do not check an invariant after this case. The case's scorecard row states the reason."""
         self.omitted[invariant] = why
 
     def dies(self, *names: str, times: int | None = 1) -> None:
-        """Declare that the fault kills the processes of these jobs. The agent must restart them and send an alert for
-        each, ``times`` times.
+        """Declare that the fault kills the processes of these jobs.
+
+        The agent must restart the jobs and send ``times`` alerts for each, or at least one if ``times`` is None.
         """
         self.involved |= set(names)
         self.told |= {rf"^{name} \(127\.0\.0\.1\) - Does not exist - restart, severity 1$": times for name in names}
@@ -226,11 +227,11 @@ class Stand:
         self.written.add(f"{job}/bin/{name}")
 
     def tell(self, figures: str) -> None:
-        """Add figures to the case's row of the scorecard."""
+        """Add figures to the case's scorecard row."""
         self.figures.append(figures)
 
     def live(self) -> dict[str, int]:
-        """Return the running processes named in the pidfiles of the jobs."""
+        """Return the running processes named in the jobs' pidfiles."""
         return {name: pid for name, pid in self.world.pids().items() if _lives(pid)}
 
     def scrape(self) -> str:
@@ -268,11 +269,10 @@ class Stand:
         self.witness.remember()
 
     def remember_memory(self) -> None:
-        """Use the agent's current memory as the reference. Call this after a first flood of requests and before the
-        second.
+        """Use the agent's current memory as the reference.
 
-        What the allocator retains after a first flood is not a leak. In a measurement it was up to 9 MiB, while four
-        further floods added only 0.5 MiB.
+        Call this after a first flood of requests and before the second, because memory that the allocator retains after
+        a first flood is not a leak.
         """
         self.witness.remember_memory()
 
@@ -323,7 +323,7 @@ async def refused(stand: Stand, method: str, *arguments: Any) -> str:
 
 @asynccontextmanager
 async def injecting(stand: Stand, *faults: str) -> AsyncIterator[None]:
-    """Make system calls of the agent and its children fail during the block.
+    """Make system calls by the agent and its children fail during the block.
 
     ``faults`` use strace's notation, such as ``fsync:error=EIO``.
     """
@@ -332,7 +332,7 @@ async def injecting(stand: Stand, *faults: str) -> AsyncIterator[None]:
     calls = ",".join(fault.partition(":")[0] for fault in faults)
     injected = [word for fault in faults for word in ("-e", f"inject={fault}")]
     # A worker may already be running, so attach to it as well. strace reports each process to which it has attached.
-    # From then on the fault is active, so wait for these reports.
+    # Wait for these reports, because the fault is not active before.
     below = proc.children(proc.table()).get(stand.pid, [])
     workers = [pid for pid in below if "agent_shim.bulk.worker" in proc.command_line(pid)]
     traced = [word for pid in (stand.pid, *workers) for word in ("-p", str(pid))]
@@ -374,10 +374,11 @@ def _lives(pid: int) -> bool:
 
 @asynccontextmanager
 async def stand(command: str, *, is_full: bool = False) -> AsyncIterator[Stand]:
-    """Provide a stand whose agent has not been started yet."""
+    """Provide a case's environment. The agent is not started yet."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
     monitor, port = HealthMonitor(), free_port()
-    # The image's launcher sets these variables for every agent. They make threads return memory to the system.
+    # The image's launcher sets these variables for every agent. With them, glibc returns freed memory to the system
+    # sooner.
     os.environ |= {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}
     async with (
         world(command, poll=0.005) as made,
@@ -395,13 +396,13 @@ async def stand(command: str, *, is_full: bool = False) -> AsyncIterator[Stand]:
         finally:
             await one.end()
             if made.agent is not None:
-                await made.kill_agent()  # Kill the agent first, because it would react to the end of its jobs.
+                await made.kill_agent()  # Kill the agent first, because it would restart its jobs.
             end_marked(made)
             one.after.close()
 
 
 def end_marked(made: RunningAgent) -> None:
-    """Kill the processes of the stand's jobs that are still running."""
+    """Kill the job processes that are still running at the end of a case."""
     marker = str(made.base).encode()
     for stat in proc.table().values():
         with contextlib.suppress(OSError):

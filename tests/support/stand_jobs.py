@@ -67,7 +67,7 @@ def simple(name: str) -> tuple[str, dict[str, str]]:
 
 
 async def deployed(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]]) -> None:
-    """Apply and start the jobs, without waiting until they run."""
+    """Apply the spec and start the jobs, without waiting until they run."""
     wanted = spec(stand, monits)
     for method, *arguments in (("prepare", wanted), ("stop",), ("apply", wanted), ("start",)):
         await stand.world.run(method, *arguments)
@@ -80,7 +80,7 @@ async def process_states(stand: Stand) -> dict[str, str]:
 
 
 async def reaches(stand: Stand, name: str, state: str, within: float) -> float:
-    """Wait until the agent reports a process in the given state. Return the seconds until then."""
+    """Wait until the agent reports a process in the given state. Return how many seconds that took."""
     begun_at = time.monotonic()
     seen = ""
     while time.monotonic() - begun_at < within:

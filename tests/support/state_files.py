@@ -53,7 +53,7 @@ class ScratchInstance:
             path.mkdir(parents=True, exist_ok=True)
 
     def incarnation(self) -> str:
-        """Return an identifier for the pid namespace of the current container."""
+        """Return an identifier for the current container's PID namespace."""
         return f"container {self.container}"
 
     def restart_container(self) -> None:
@@ -174,7 +174,7 @@ returns what the agent has read from the file.
 
 @contextmanager
 def failing(path: Path, error: str) -> Iterator[None]:
-    """Make each write of a file fail with ``error``. With ENOSPC an empty file can still be created, as on a full file
+    """Make each write to a file fail with ``error``. With ENOSPC an empty file can still be created, as on a full file
     system.
     """
     real, number = files.write_atomic, getattr(errno, error)
@@ -189,7 +189,7 @@ def failing(path: Path, error: str) -> Iterator[None]:
 
 
 async def concluded(row: str, fault: str, *, is_container: bool) -> str:
-    """Run the experiment for one cell of the table. Return what the agent concludes after a restart."""
+    """Run the experiment for one cell in the table. Return what the agent concludes after a restart."""
     place, change, value = ROWS[row]
     with tempfile.TemporaryDirectory(prefix="state-") as scratch:
         instance = ScratchInstance(Path(scratch, "vcap"))

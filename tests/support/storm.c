@@ -1,6 +1,6 @@
-/* Fork storms for tests of the keeper. KIND is "bomb" (each process forks endlessly), "mortal" (each process forks
- * twice and exits) or "comet" (each process forks once and exits). With "-session" each process leads its own session,
- * and with "-ignore" the kernel reaps the children. Run this in a pid namespace with a process limit. */
+/* Fork storms for the keeper's tests. KIND is "bomb" (each process forks endlessly), "mortal" (each process starts two
+ * children and exits) or "comet" (each process starts one child and exits). With "-session" each process leads its own
+ * session, and with "-ignore" the kernel reaps the children. Run this in a pid namespace with a process limit. */
 #include <signal.h>
 #include <string.h>
 #include <unistd.h>

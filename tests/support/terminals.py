@@ -12,8 +12,8 @@ from typing import Self
 
 
 class Terminal:
-    """A pseudo-terminal. The program under test uses the end ``theirs``, and ``read`` returns what it has written so
-    far.
+    """A pseudo-terminal. The program under test uses the ``theirs`` end, and ``read`` returns what the program has
+    written so far.
     """
 
     def __init__(self) -> None:

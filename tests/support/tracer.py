@@ -54,14 +54,16 @@ WALL: Final = 0x40000000
 STOPPING: Final = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 CHANGING: Final = os.O_CREAT | os.O_TRUNC
 HERE: Final = -100
-"""The value of AT_FDCWD, a descriptor argument that stands for the working directory."""
+"""The value of AT_FDCWD, a descriptor argument that refers to the working directory."""
 
 BY_DESCRIPTOR: Final = {
     1: ("write", 0), 18: ("pwrite64", 0), 20: ("writev", 0), 296: ("pwritev", 0), 40: ("sendfile", 0),
     275: ("splice", 2), 326: ("copy_file_range", 2), 77: ("ftruncate", 0), 285: ("fallocate", 0), 74: ("fsync", 0),
     75: ("fdatasync", 0), 306: ("syncfs", 0), 91: ("fchmod", 0), 93: ("fchown", 0), 190: ("fsetxattr", 0),
 }  # fmt: skip
-"""Maps x86-64 syscall numbers to the name and the position of the file descriptor among the arguments."""
+"""Maps the number (on x86-64) of each system call that takes a file descriptor to the call's name and the position of
+the descriptor among the arguments.
+"""
 BY_PATH: Final = {
     82: ("rename", 0), 83: ("mkdir", 0), 84: ("rmdir", 0), 85: ("creat", 0), 86: ("link", 1), 87: ("unlink", 0),
     88: ("symlink", 1), 90: ("chmod", 0), 92: ("chown", 0), 94: ("lchown", 0), 76: ("truncate", 0), 133: ("mknod", 0),
@@ -149,7 +151,7 @@ class Tracer:
         sys.stdout.flush()
 
     def _stopped(self, tid: int, reason: int, event: int) -> bool:
-        """Handle a stop of a thread and let the thread continue. Return True if a process was killed instead."""
+        """Handle a thread's stop and let the thread continue. Return True if a process was killed instead."""
         if reason == signal.SIGTRAP | 0x80:
             if self._at_last(tid):
                 return True
@@ -218,8 +220,9 @@ class Tracer:
         return "", ""
 
     def _kill(self, caller: int) -> list[int]:
-        """Kill the victims and return their pids. The calling thread is stopped at its call, which is therefore never
-        executed.
+        """Kill the victims and return their pids.
+
+        The calling thread is stopped at its call, which is therefore never executed.
         """
         if self._who == "all":
             others = {_group(tid) for tid in self._threads} - {caller, 0}

@@ -1,4 +1,4 @@
-"""Support for tests that run as root but act as another user."""
+"""Lets tests that run as root act as another user."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def as_ordinary_user(*own: Path) -> Iterator[None]:
-    """Act as an ordinary user during the block if the tests run as root. That user gets the paths in ``own``."""
+    """Act as an ordinary user during the block if the tests run as root. That user becomes the owner of ``own``."""
     if os.geteuid() != 0:
         yield
         return

@@ -1,8 +1,8 @@
 """Reads from ``go_verdicts.json`` which mutated documents the Go agent accepts.
 
 The verdicts were recorded with ``json.Unmarshal`` into ``settings.Settings`` and ``settings.UpdateSettings``, and with
-``agent/action/runner.go``, at the cloudfoundry/bosh-agent commit named in the file. Each row stands for one member of a
-document and contains one letter per value that was tried for it.
+``agent/action/runner.go``, at the cloudfoundry/bosh-agent commit named in the file. Each row is about one member of a
+document and contains one letter for each value that was tried for that member.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from agent_shim.services.disks.service import Copy, in_worker
 
 
 SKIPPED = 77
-"""Exit code with which a child process reports that its test was skipped."""
+"""Exit code that a child process uses to report that its test was skipped."""
 
 
 def alone(test: Callable[..., Any]) -> Callable[..., None]:
@@ -67,7 +67,7 @@ def _run_in_child(test: Callable[..., Any], args: Any, kwargs: Any, report: int)
     status = 1
     try:
         os.setsid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end this child together with pytest
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: kill this child when pytest exits
         mounts.leave_mount_namespace()
         outcome = test(*args, **kwargs)
         if inspect.iscoroutine(outcome):
@@ -83,11 +83,11 @@ def _run_in_child(test: Callable[..., Any], args: Any, kwargs: Any, report: int)
 
 
 def by(*ways: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Run a test once for each of these ways of making disks visible to jobs, with an ``instance`` that works in this
-    way.
+    """Run a test once for each of these ways to make disks visible to jobs. The test gets an ``instance`` that uses the
+    chosen way.
 
-    ``links`` uses symlinks in a scratch directory, as any user. ``mounts`` uses bind mounts, as root in its own mount
-    namespace, with a real ``/var/vcap`` and volumes in memory.
+    ``links`` uses symlinks in a scratch directory and does not need root. ``mounts`` needs root, and uses bind mounts
+    in its own mount namespace, with a real ``/var/vcap`` and volumes in memory.
     """
 
     def decorated(test: Callable[..., Any]) -> Callable[..., None]:
@@ -149,7 +149,7 @@ def mount_overlay(point: Path, layers: Path) -> Path:
 def mount_ext4(point: Path, image: Path, size: int = 16 << 20, *more: str) -> Path:
     """Mount an ext4 file system from an image file. Skip the test if no loop device is available.
 
-    ``more`` are further options of mkfs.
+    ``more`` are additional mkfs options.
     """
     with image.open("wb") as file:
         file.truncate(size)
@@ -341,9 +341,9 @@ STEPS = [
     (files, "swap_link"),
     (files, "remove_tree"),
 ]
-"""The functions through which a request makes every change to a disk or a mount point."""
+"""The functions through which requests make all their changes to disks and mount points."""
 MORE_THAN_ALL = 17
-"""A step number that no migration reaches: it makes 15 changes with links and 14 with mounts."""
+"""A step number that no migration reaches. A migration makes 15 changes with links, or 14 with mounts."""
 
 
 async def migrate_until(step: int, instance: InstanceWithVolumes, old: str = "a", new: str = "b") -> bool:
@@ -459,7 +459,7 @@ def fingerprint(tree: Path, *, spared: frozenset[str] = frozenset({"lost+found",
         for name in (*below, *inside):
             path = Path(here, name)
             status = path.lstat()
-            if stat.S_ISSOCK(status.st_mode):  # a copied socket is useless, because no process listens on it
+            if stat.S_ISSOCK(status.st_mode):  # Leave sockets out, because no process listens on a copied socket.
                 continue
             entry: list[Any] = [oct(status.st_mode), status.st_uid, status.st_gid, status.st_mtime_ns, status.st_rdev]
             if stat.S_ISREG(status.st_mode):

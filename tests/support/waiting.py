@@ -1,5 +1,5 @@
-"""Lets tests wait for a condition, which is checked repeatedly until it is true. A busy machine therefore only makes a
-test slower. A wait fails only after ``TIMEOUT_S`` seconds.
+"""Lets tests wait for a condition, which is checked repeatedly until it is true. A wait fails only after ``TIMEOUT_S``
+seconds, so a busy machine usually makes a test slower but does not make it fail.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import urllib.request
 
 
 def page(url: str, timeout: float = 5) -> tuple[int, str]:
-    """Return the status and body of a page, even if the status is an error. Blocks.
+    """Return a page's status and body, even if the status is an error. This call blocks.
 
     Raises ``URLError`` if it cannot connect.
     """

@@ -111,7 +111,7 @@ class Before:
 
 
 class Witness:
-    """Checks the invariants of one chaos-test environment."""
+    """Checks the invariants in one chaos-test environment."""
 
     def __init__(self, stand: Stand) -> None:
         self._stand = stand
@@ -246,13 +246,15 @@ class Witness:
         return found
 
     def processes(self) -> dict[Identity, str]:
-        """Map each process of the jobs to its command line."""
+        """Map each job process to its command line."""
         table = proc.table()
         pids = proc.descent(proc.children(table), [pid for pid, _ in self._roots().values()])
         return {table[pid].identity: _line(pid) for pid in pids if pid in table}
 
     def _numbers(self) -> dict[int, int]:
-        """Map pids in the agent's PID namespace to pids in this process's namespace. Empty if the two are the same."""
+        """Map pids in the agent's PID namespace to pids in this process's namespace. If the two namespaces are the
+        same, the map is empty.
+        """
         if not self._stand.world.is_apart:
             return {}
         found = {}
@@ -264,8 +266,9 @@ class Witness:
         return found
 
     def _restarted(self, before: Before) -> list[str]:
-        """Return a violation of I2 if a job that the case does not involve has been restarted, that is, if it has a new
-        main process or another recorded start.
+        """Return a violation of I2 if a job that the case does not involve has been restarted.
+
+        A restarted job has a new main process or another recorded start.
         """
         now, starts = self._roots(), self._stand.world.starts()
         again = {name for name, identity in before.roots.items() if now.get(name, identity) != identity}
@@ -295,7 +298,7 @@ class Witness:
         return missing[:3] + other
 
     def _mounts(self) -> Counter[str]:
-        """Count the agent's mounts by mount point, root, type and source. Mounts of the machine itself are left out."""
+        """Count the agent's mounts by mount point, root, type and source. The machine's own mounts are left out."""
         found, ours = Counter[str](), (f"{self._stand.world.scratch}/", "/etc/", "/var/vcap")
         for line in Path(f"/proc/{self._stand.pid}/mountinfo").read_text().splitlines():
             words = line.split()
@@ -548,8 +551,9 @@ class Witness:
     async def _deaf(self) -> list[str]:
         """Ping for some seconds, so that even a temporary failure to answer is noticed (I3).
 
-        A late answer is excused if the machine was busy, that is, if threads waited for a CPU for at least half of the
-        time limit. Pinging then continues for another second. After 30 seconds, no late answer is excused.
+        A late answer is excused if threads waited for a CPU for at least half of the time limit, which shows that the
+        machine was busy. After such an answer, pinging continues for another second. After 30 seconds, no late answer
+        is excused.
         """
         begun_at = time.monotonic()
         ends_at, gives_up_at = begun_at + DEAF, begun_at + BUSY
@@ -566,11 +570,11 @@ class Witness:
         return []
 
     def _waits(self) -> dict[str, dict[str, float]]:
-        """Return how many seconds each thread of the agent, of the bus and of this process has waited for a CPU."""
+        """Return how many seconds each thread of the agent, the bus server and this process has waited for a CPU."""
         found: dict[str, dict[str, float]] = {}
         for pid in (self._stand.pid, self._stand.world.server.pid, os.getpid()):
             found[str(pid)] = {}
-            with contextlib.suppress(OSError):  # the process or thread has ended
+            with contextlib.suppress(OSError):  # the process or thread has exited
                 for thread in Path(f"/proc/{pid}/task").iterdir():
                     found[str(pid)][thread.name] = int((thread / "schedstat").read_text().split()[1]) / 1e9
         return found
@@ -642,7 +646,9 @@ class Witness:
         return found
 
     async def _lane_idle(self) -> list[str]:
-        """Wait up to a minute for the tasks of earlier requests to finish. Return a violation of I8 if they do not."""
+        """Wait up to a minute for earlier requests' tasks to finish. Return a violation of I8 if they
+        do not.
+        """
         running: float | None = None
         for _ in range(60):
             running = self._stand.read_metric("agent_shim_tasks_running")
@@ -711,7 +717,7 @@ class Witness:
 
 
 def longest_waits(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> float:
-    """Return the sum, in seconds, of the longest CPU waits of all processes between two readings. A process's longest
+    """Add up each process's longest CPU wait between two readings, in seconds. A process's longest
     wait is that of the thread that waited longest.
     """
     return sum(

@@ -27,7 +27,7 @@ from agent_shim.supervisor.supervisor import Event, Supervisor, Timing
 
 FIRST_POLL_S: Final = 0.001
 LONGEST_POLL_S: Final = 0.02
-"""Limits for the pause between two polls of a task. Polling without pauses would keep a CPU busy."""
+"""Limits on the pause between two task polls. Polling without pauses would keep a CPU busy."""
 NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.255.0", "default": ["dns", "gateway"]}}
 
 
@@ -35,7 +35,7 @@ NETWORKS = {"default": {"type": "manual", "ip": "10.0.0.5", "netmask": "255.255.
 class LocalAgent:
     """An agent that runs in this process.
 
-    ``call`` returns the reply that would be sent over the bus. ``asked`` lists the calls of ``EdgeCallbacks``.
+    ``call`` returns the reply that would be sent over the bus. ``asked`` lists the ``EdgeCallbacks`` that were called.
     """
 
     agent: Agent

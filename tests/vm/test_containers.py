@@ -1,4 +1,5 @@
-"""Runs the agent's image under podman on a machine that has only cgroup v2, in each tier of docs/kubernetes.md.
+"""Runs the agent's image under podman on a machine that has only cgroup v2, in each tier that docs/kubernetes.md
+describes.
 
 As under a kubelet, each container has a memory limit, and ``memory.oom.group`` is 1. The agent can change this setting
 only if the container's cgroup is writable.
@@ -30,23 +31,23 @@ from tests.support.waiting import TIMEOUT_S, until
 pytestmark = pytest.mark.vm
 
 LIMIT: Final = 400 << 20
-"""Memory limit of a container in bytes."""
+"""A container's memory limit in bytes."""
 OF_KUBELET: Final = (
     *(f"--memory={LIMIT}", f"--memory-swap={LIMIT}", "--cgroup-conf=memory.oom.group=1"),
     "--env=KUBERNETES_SERVICE_HOST=192.0.2.1",  # for ``doctor``, which recognizes a pod by this variable
 )
 UIDS: Final = 200000
-"""The user on the machine who is root of the user namespace."""
+"""The uid that the user namespace's root has on the machine."""
 ROOT_IN_POD: Final = ("--cap-drop=all", *(f"--cap-add={name}" for name in BASE_CAPABILITIES))
 WRITABLE: Final = "--security-opt=unmask=/sys/fs/cgroup"
-"""The podman option that makes the container's cgroup writable, as ``cgroup_writable`` of containerd does."""
+"""The podman option that makes the container's cgroup writable, as containerd's ``cgroup_writable`` does."""
 
 
 @dataclass(frozen=True)
 class Tier:
-    """How podman runs a container of a tier, whose agent is the user ``uid`` on the machine.
+    """How podman runs a container in one of the tiers. On the machine, its agent runs as the user ``uid``.
 
-    ``volumes`` are those directories of the container that are volumes. ``called`` is the name by which ``doctor``
+    ``volumes`` are the paths at which volumes are mounted in the container. ``called`` is the name by which ``doctor``
     refers to the tier.
     """
 
@@ -92,7 +93,7 @@ CANNOT_CLEAR: Final = {
     "userns": USERNS,
     "base": BASE,
     "restricted": RESTRICTED,
-    "restricted-writable-for-root": RESTRICTED.plus(WRITABLE),  # crun does not give it to the pod's user
+    "restricted-writable-for-root": RESTRICTED.plus(WRITABLE),  # crun does not chown the cgroup to the pod's user
 }
 DELEGATED: Final = replace(PRIVILEGED.plus("--cgroupns=host"), cgroup_manager="systemd")
 """As under CRI-O with crun: systemd delegates a cgroup, and crun puts the container into a subgroup of it."""
@@ -110,10 +111,10 @@ processes:
   ephemeral_disk: true
   limits: {memory: 64M}
 """
-"""A bpm.yml whose process keeps more memory than its limit when asked to."""
+"""A bpm.yml whose process allocates more memory than its limit allows when asked to, and keeps it."""
 EAT: Final = "/var/vcap/data/eater/eat"
 EATER: Final = f"echo $$ >$pidfile; while [ ! -e {EAT} ]; do sleep 0.5; done; rm {EAT}; exec tail /dev/zero"
-"""A start program without a limit, which uses up all memory of the container when asked to."""
+"""A start program without a memory limit, which uses up all of the container's memory when asked to."""
 RELEASE: Final = {
     "sleeper": jobs.sleeper(Paths(), "sleeper"),
     "hungry": jobs.of_bpm(Paths(), "hungry", HUNGRY),
@@ -123,7 +124,7 @@ RELEASE: Final = {
 
 @dataclass(frozen=True)
 class Instance:
-    """A container with the three jobs of ``RELEASE``. ``data`` is its ``/var/vcap/data``."""
+    """A container with the three jobs in ``RELEASE``. ``data`` is its ``/var/vcap/data``."""
 
     site: ContainerSite
     container: Container
@@ -141,7 +142,7 @@ class Instance:
         (self.data / name / "eat").touch()
 
     async def exhaust(self, name: str) -> str:
-        """Tell a job to allocate memory, and wait until it runs in a new process. Return the reported cause."""
+        """Tell a job to allocate memory, and wait until it runs in a new process. Return the alert's summary."""
         before, others = self.pid(name), {other: self.pid(other) for other in RELEASE if other != name}
         self.eat(name)
         alert = await self.site.monitor.wait_for(
@@ -156,14 +157,14 @@ class Instance:
         return str(alert.body["summary"])
 
     async def kills_together(self) -> bool:
-        """Return True if ``memory.oom.group`` of the container is set, as seen from the machine."""
+        """Return True if the container's ``memory.oom.group`` is set, as seen from the machine."""
         form = ("inspect", "--format", "{{.State.Pid}}", self.container.name)
         pid = (await asyncio.to_thread(self.site.podman, *form)).strip()
         group = Path(f"/proc/{pid}/cgroup").read_text().strip().removeprefix("0::/")
         return Path("/sys/fs/cgroup", group, "memory.oom.group").read_text() == "1\n"
 
     async def doctor(self) -> dict[str, Any]:
-        """Return the report of ``agent-shim doctor``, in which the key ``findings`` has a finding for each topic.
+        """Return the ``agent-shim doctor`` report, in which ``findings`` maps each topic to its finding.
 
         The command's exit code is ignored, because it is 1 if anything is wrong.
         """
@@ -173,9 +174,7 @@ class Instance:
 
 @contextmanager
 def image_for(tier: Tier) -> Iterator[str]:
-    """Yield the image as an argument of ``--rootfs``. In a user namespace, its files belong to root of that
-    namespace.
-    """
+    """Yield the image as an argument for ``--rootfs``. In a user namespace, its root owns the files."""
     if tier.uid != UIDS:
         yield f"{guest.IMAGE}:O"
         return
@@ -189,7 +188,7 @@ def image_for(tier: Tier) -> Iterator[str]:
 
 
 def volumes_for(tier: Tier, scratch: Path) -> dict[str, Path]:
-    """Create the volumes of a pod, and return the directories by their paths in the container."""
+    """Create a pod's volumes, and return their directories, keyed by their paths in the container."""
     made = {path: scratch / Path(path).name for path in (*tier.volumes, SETTINGS_DIRECTORY)}
     for path, directory in made.items():
         directory.mkdir()
@@ -200,7 +199,7 @@ def volumes_for(tier: Tier, scratch: Path) -> dict[str, Path]:
 
 @asynccontextmanager
 async def deployed(tier: Tier, scratch: Path) -> AsyncIterator[Instance]:
-    """Run a container with the settings and volumes of a pod, and deploy the three jobs."""
+    """Run a container with a pod's settings and volumes, and deploy the three jobs."""
     if not guest.IMAGE.exists():
         pytest.skip(f"{guest.IMAGE} is missing: run ./dev test-vm, which passes the image to the guest")
     podman = Podman(scratch / "containers.conf")
@@ -220,9 +219,7 @@ async def deployed(tier: Tier, scratch: Path) -> AsyncIterator[Instance]:
 
 
 @pytest.mark.parametrize("tier", CLEARS.values(), ids=CLEARS.keys())
-async def test_out_of_memory_kill_ends_one_process_if_the_agent_can_change_the_cgroup(
-    tier: Tier, tmp_path: Path
-) -> None:
+async def test_oom_killer_kills_one_process_if_the_agent_can_change_the_cgroup(tier: Tier, tmp_path: Path) -> None:
     """The agent clears memory.oom.group when it boots. The alert names the cause, and the other jobs keep running."""
     async with deployed(tier, tmp_path) as instance:
         report = await instance.doctor()
@@ -240,11 +237,9 @@ async def test_out_of_memory_kill_ends_one_process_if_the_agent_can_change_the_c
 
 
 @pytest.mark.parametrize("tier", CANNOT_CLEAR.values(), ids=CANNOT_CLEAR.keys())
-async def test_out_of_memory_kill_ends_all_processes_if_the_agent_cannot_change_the_cgroup(
-    tier: Tier, tmp_path: Path
-) -> None:
+async def test_oom_killer_kills_all_processes_if_the_agent_cannot_change_the_cgroup(tier: Tier, tmp_path: Path) -> None:
     """``doctor`` says how to change this. A process that exceeds its own limit is still killed alone, because the agent
-    does it. When the container is restarted, the jobs are started again.
+    kills it. When the container is restarted, the jobs are started again.
     """
     async with deployed(tier, tmp_path) as instance:
         report = await instance.doctor()
@@ -264,7 +259,7 @@ async def test_out_of_memory_kill_ends_all_processes_if_the_agent_cannot_change_
 
 
 async def test_kernel_enforces_memory_limits_of_jobs_in_a_delegated_cgroup(tmp_path: Path) -> None:
-    """The agent creates the jobs' cgroups beside its own."""
+    """The agent creates the jobs' cgroups next to its own."""
     async with deployed(DELEGATED, tmp_path) as instance:
         report = await instance.doctor()
         assert report["findings"]["cgroups"]["found"] == "version 2, subgroups can be created"

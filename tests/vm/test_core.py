@@ -1,4 +1,4 @@
-"""Core dumps of the agent are never stored, even if the kernel pipes core dumps to a program."""
+"""The agent's core dumps are never stored, even if the kernel pipes core dumps to a program."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def handler(tmp_path: Path) -> Iterator[Path]:
 
 def crash(how: str) -> int:
     with subprocess.Popen([sys.executable, "-c", CRASH, how]) as crashed:
-        crashed.wait()  # wait until the handler has ended
+        crashed.wait()  # wait until the handler has exited
         return crashed.pid
 
 
-@pytest.mark.attack("a job reads the memory or a core file of the agent")
+@pytest.mark.attack("a job reads the agent's memory or core file")
 def test_disabled_core_dumps_do_not_reach_a_pipe_handler(handler: Path) -> None:
     with_limit, without = crash("guarded"), crash("unguarded")
 

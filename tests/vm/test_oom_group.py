@@ -38,8 +38,10 @@ with subprocess.Popen(["sleep", "1000"]) as job:
 
 @pytest.fixture
 def container() -> Iterator[Path]:
-    """Create a cgroup with a memory limit of 128 MiB. When this memory is used up, the kernel kills all processes in
-    the cgroup together, because ``memory.oom.group`` is 1.
+    """Create a cgroup with a memory limit of 128 MiB.
+
+    When this memory is used up, the kernel kills all processes in the cgroup together, because ``memory.oom.group`` is
+    1.
     """
     top = Path("/sys/fs/cgroup")
     (top / "cgroup.subtree_control").write_text("+memory")
@@ -57,19 +59,16 @@ def run(container: Path, options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_oom_kill_in_a_privileged_container_ends_one_process(container: Path) -> None:
-    """The agent can clear memory.oom.group here, so the kernel must kill only one process, as it does with cgroup
-    v1.
-    """
+def test_oom_kill_in_a_privileged_container_kills_one_process(container: Path) -> None:
     done = run(container, "rw")
 
     assert done.stdout == "ended: True\njob lives: True\n", done.stderr
     assert cgroups.oom_kills_of(2, container) == 1
 
 
-def test_oom_kill_with_a_read_only_cgroup_ends_all_processes(container: Path) -> None:
-    """The agent cannot clear memory.oom.group if the cgroup is read-only, as it is in unprivileged pods. There, only
-    the kubelet's setting singleProcessOOMKill keeps the other processes alive.
+def test_oom_kill_with_a_read_only_cgroup_kills_all_processes(container: Path) -> None:
+    """The agent cannot clear memory.oom.group if the cgroup is read-only, as in unprivileged pods. There, only the
+    kubelet's setting singleProcessOOMKill keeps the other processes alive.
     """
     done = run(container, "ro")
 

@@ -92,9 +92,7 @@ class Guest:
         return int(path.read_text())
 
     async def exceed_memory_limit(self) -> str:
-        """Make one process exceed its memory limit, wait until it runs again, and return the alert about the exceeded
-        limit.
-        """
+        """Make one process exceed its memory limit and wait until it runs again. Return the alert about the limit."""
         before = self.pid("hungry")
         Path("/var/vcap/data/web/eat").touch()
         said: str = await until_true(self.alert)
@@ -125,7 +123,7 @@ async def until_true(condition: Any) -> Any:
 
 
 def pids_of_hungry() -> list[str]:
-    """Return the pids in the cgroup of the process ``hungry``: its init, the process itself and its helper.
+    """Return the pids in the ``hungry`` process's cgroup: its init, the process itself and its helper.
 
     Return an empty list until all of them exist.
     """
@@ -139,7 +137,7 @@ def systemctl(*arguments: str) -> str:
 
 @contextmanager
 def drop_in(text: str) -> Iterator[None]:
-    """Change a setting of the unit for the duration of the block. It takes effect when the unit is restarted."""
+    """Change a setting in the unit for the duration of the block. It takes effect when the unit is restarted."""
     path = Path(f"/etc/systemd/system/{UNIT}.d/test.conf")
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"[Service]\n{text}\n")
@@ -162,7 +160,7 @@ def overlay() -> None:
 async def guest(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Guest]:
     """Provide an agent that runs in the systemd unit and is connected to the bus.
 
-    A test can change a setting of the unit by passing it as the parameter of this fixture.
+    To change a unit setting, pass it as this fixture's parameter.
     """
     director, monitor, store = Director(poll=0.1), HealthMonitor(), tmp_path / "blobs"
     store.mkdir()
@@ -195,10 +193,6 @@ async def guest(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 
 async def test_unit_restart_keeps_jobs_running(guest: Guest) -> None:
-    """Restarting the unit must replace only the agent, which has its own cgroup within the unit.
-
-    All other processes must keep their pids and memory limits.
-    """
     await guest.deploy()
     first, before = systemctl("show", "--value", "-p", "MainPID", UNIT), {n: guest.pid(n) for n in (*PROCESSES, "old")}
     assert systemctl("is-active", UNIT) == "active"
@@ -213,10 +207,7 @@ async def test_unit_restart_keeps_jobs_running(guest: Guest) -> None:
     assert limits == [str(64 * MIB)] * 2
 
 
-async def test_kernel_kills_a_process_above_its_limit_with_its_cgroup(guest: Guest) -> None:
-    """The kernel must kill the process's whole cgroup but no process of another cgroup, and the alert must name the
-    cause.
-    """
+async def test_kernel_kills_the_whole_cgroup_of_a_process_above_its_memory_limit(guest: Guest) -> None:
     await guest.deploy()
     others = {name: guest.pid(name) for name in ("modest", "old")}
     members: list[str] = await until_true(pids_of_hungry)
@@ -228,7 +219,7 @@ async def test_kernel_kills_a_process_above_its_limit_with_its_cgroup(guest: Gue
 
 
 @pytest.mark.parametrize("guest", ["Delegate=no\nDelegateSubgroup="], indirect=True)
-async def test_watchdog_kills_a_process_above_its_limit_without_delegation(guest: Guest) -> None:
+async def test_agent_kills_a_process_above_its_memory_limit_without_delegated_cgroups(guest: Guest) -> None:
     """Without delegated cgroups, the agent itself measures memory, so it kills the process only when its memory is
     slightly above the limit.
     """
@@ -245,9 +236,6 @@ async def test_watchdog_kills_a_process_above_its_limit_without_delegation(guest
 
 @pytest.mark.parametrize("guest", ["MemoryMax=400M"], indirect=True)
 async def test_vitals_are_relative_to_the_unit(guest: Guest) -> None:
-    """Memory usage must be reported as a share of the unit's limit, not of the machine's memory, and must equal the
-    kernel's figure.
-    """
     await guest.deploy()
     vitals = (await guest.state("full"))["vitals"]["mem"]
     current = int((GROUP / "memory.current").read_text())
@@ -258,10 +246,7 @@ async def test_vitals_are_relative_to_the_unit(guest: Guest) -> None:
 
 
 @pytest.mark.parametrize("guest", ["MemoryMax=250M\nOOMPolicy=kill"], indirect=True)
-async def test_jobs_return_after_the_whole_unit_was_killed(guest: Guest) -> None:
-    """If memory.oom.group makes the kernel kill the whole unit, systemd must restart the agent, and the agent must
-    restore the jobs.
-    """
+async def test_jobs_are_restored_after_the_whole_unit_was_killed(guest: Guest) -> None:
     await guest.deploy()
     assert (GROUP / "memory.oom.group").read_text().strip() == "1"
     first, before = systemctl("show", "--value", "-p", "MainPID", UNIT), {n: guest.pid(n) for n in (*PROCESSES, "old")}

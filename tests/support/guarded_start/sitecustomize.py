@@ -6,7 +6,7 @@ import os
 import sys
 
 if "run" in sys.orig_argv and (reports := os.environ.pop("AGENT_SHIM_LOOP_REPORTS", "")):
-    from pathlib import Path  # Most programs do without it, and importing it doubles the time in which Python starts.
+    from pathlib import Path  # Imported late, because this doubles Python's start time.
 
     from tests.support import loop_guard
 

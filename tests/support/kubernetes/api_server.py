@@ -81,7 +81,7 @@ class ApiServer:
 
     @property
     def minor(self) -> int:
-        """Return the minor version of Kubernetes."""
+        """Return the Kubernetes minor version."""
         return int(self.request("GET", "/version")[1]["minor"].rstrip("+"))
 
     def request(

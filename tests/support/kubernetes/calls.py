@@ -21,7 +21,7 @@ PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
 START: Final = "from kubernetes_cpi.__main__ import run; run()"
 """The argument of ``-c`` in tools/cpi_release/jobs/kubernetes_cpi/templates/cpi.erb."""
 LIMIT_S: Final = 180.0
-"""Time limit of a call in seconds. The Director has no limit."""
+"""Time limit for a call in seconds. The Director has no limit."""
 
 
 class CpiCallError(Exception):
@@ -93,7 +93,7 @@ class Cpi:
 
 
 def of_this_tree(config: Path, home: Path, **members: Any) -> Cpi:
-    """Return the CPI of this source tree, started in the same way as by the CPI release's job."""
+    """Return the CPI in this source tree, started in the way that the CPI release's job starts it."""
     return Cpi([sys.executable, "-c", START, "--config", str(config)], home, **members)
 
 

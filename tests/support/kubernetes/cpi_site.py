@@ -88,7 +88,7 @@ class Site:
 
     @contextmanager
     def vm_type(self, **properties: Any) -> Iterator[None]:
-        """Change the cloud properties of VMs during the block. A property that is None is removed."""
+        """Change the VMs' cloud properties during the block. A property that is None is removed."""
         before = self.deployments.vm_type
         self.deployments.vm_type = {key: one for key, one in (before | properties).items() if one is not None}
         try:
@@ -159,8 +159,8 @@ class Site:
         return [one for one in found if not (_is_ending(one) and one["metadata"]["name"] in held)]
 
     def _knows(self, one: Document) -> bool:
-        """Return True if an object's labels or name refer to a VM or disk, and only to those that the Director has
-        records of.
+        """Return True if an object's labels or name refer to a VM or disk, and the Director has a record of everything
+        that the labels refer to.
         """
         vms, disks = self.deployments.vms, self.deployments.disks
         labels = one["metadata"].get("labels", {})
@@ -227,7 +227,7 @@ BASELINE_CAPABILITIES: Final = frozenset(
 
 
 def beyond_baseline(spec: Document) -> Iterator[str]:
-    """Yield the fields of a pod that the Pod Security level ``baseline`` rejects.
+    """Yield the fields of a pod that the ``baseline`` Pod Security level rejects.
 
     Source: the Pod Security Standards in the Kubernetes documentation.
     """
@@ -303,7 +303,7 @@ async def _config(namespace: Namespace, way: Way, mbus: str, hosted: Path) -> Do
         "namespace": namespace.name,
         "agent": {"mbus": mbus},
         "disks": {"attach": way.attach, "storage_class": CLASS, "host_path": str(hosted)},
-        # The kubelet of Kubernetes 1.20 may report the end of a container half a minute late.
+        # Kubernetes 1.20's kubelet may report a container's exit half a minute late.
         "timeouts": {"unmount": 60},
     }
 

@@ -52,7 +52,7 @@ class CpiEnvironment:
 
     @property
     def mbus(self) -> str:
-        """Value of the CPI job's property ``agent.mbus``."""
+        """Value of the CPI job's ``agent.mbus`` property."""
         return f"nats://{self.address}:{self.bus.port}"
 
     def blobstores(self) -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ class DeployedInstance:
 
 @dataclass
 class DynamicDisk:
-    """A row of the Director's table ``dynamic_disks``. While the disk is not attached, ``vm`` is ""."""
+    """A row in the Director's ``dynamic_disks`` table. While the disk is not attached, ``vm`` is ""."""
 
     name: str
     cid: str
@@ -154,7 +154,7 @@ class Deployments:
         }
         arguments = [agent, self.stemcell, self.vm_type, instance.networks, list(disks), env]
         vm, *_ = await self.cpi.call("create_vm", *arguments)
-        # The Director creates the VM's database row now, from which nats-sync adds the agent's user
+        # The Director now creates the VM's database row, which nats-sync reads to add the agent's user
         # (steps/create_vm_step.rb).
         await world.server.add_agent(agent)
         instance.vm, instance.agent = vm, agent
@@ -196,7 +196,7 @@ class Deployments:
     # --- disks --------------------------------------------------------------------------------------------------------
 
     async def create_disk(self, instance: DeployedInstance, size_mib: int = 0) -> str:
-        """Create a disk for the VM of an instance."""
+        """Create a disk for an instance's VM."""
         disk: str = await self.cpi.call("create_disk", size_mib or self.disk_size_mib, self.disk_type, instance.vm)
         self.disks.add(disk)
         return disk
@@ -253,8 +253,8 @@ class Deployments:
         self.dynamic_disks[cid].vm = ""
 
     async def delete_dynamic_disk(self, cid: str) -> None:
-        """Delete a dynamic disk as for ``DELETE /dynamic_disks/NAME``. disk_deleter.rb does the same after ``bosh
-        delete-deployment``.
+        """Delete a dynamic disk as the Director does for ``DELETE /dynamic_disks/NAME``. disk_deleter.rb does the same
+        after ``bosh delete-deployment``.
         """
         if await self.cpi.call("has_disk", cid):
             await self.delete_disk(cid)
@@ -271,7 +271,7 @@ class Deployments:
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
     def spec(self, instance: DeployedInstance) -> dict[str, Any]:
-        """Return the ``apply`` spec of an instance with one job."""
+        """Return the ``apply`` spec for an instance with one job."""
         name = instance.group
         files = {f"{name}/{path}": text for path, text in self.job(name).items()}
         return {
@@ -294,7 +294,7 @@ class Deployments:
         return jobs.sleeper(Paths(), name) | {"bin/run": errand, "bin/drain": drain} | self.files
 
     async def start(self, instance: DeployedInstance) -> None:
-        """Apply and start, and wait until the jobs run (instance_updater/starter.rb)."""
+        """Apply the spec, start the jobs, and wait until they run (instance_updater/starter.rb)."""
         await self.ask(instance, "apply", self.spec(instance))
         await self.ask(instance, "run_script", "pre-start", {})
         await self.ask(instance, "start")
@@ -353,7 +353,7 @@ class Deployments:
         await self.delete_vm(instance)
 
     async def recreate(self, instance: DeployedInstance) -> None:
-        """Stop an instance and recreate its VM, as for ``bosh recreate`` or a changed VM type."""
+        """Stop an instance and recreate its VM, as the Director does for ``bosh recreate`` or a changed VM type."""
         await self.stop_hard(instance)
         await self.new_vm(instance)
 
@@ -382,9 +382,9 @@ class Deployments:
         await self.delete_vm(old)
 
     async def grow_by_migration(self, instance: DeployedInstance, size_mib: int) -> str:
-        """Replace the disk with a new disk of another size, to which the agent copies the files.
+        """Replace the disk with a new disk of another size. The agent copies the files to it.
 
-        Return the cid of the old disk, which is now orphaned.
+        Return the cid of the old disk, which is orphaned.
         """
         old = instance.disk
         await self.stop(instance)
@@ -443,7 +443,7 @@ class Deployments:
         return found
 
     async def is_unresponsive(self, instance: DeployedInstance) -> bool:
-        """Return True if a ping fails, which is also how the Health Monitor and cck decide."""
+        """Return True if a ping fails. The Health Monitor and cck use the same criterion."""
         try:
             await self.world.agents.value(instance.agent, "ping", timeout=2.0)
         except RpcTimeoutError:

@@ -31,7 +31,7 @@ IMAGES: Final = "images.tar"
 PAUSE: Final = "localhost/agent-shim/pause:latest"
 CGROUPS: Final = Path("/sys/fs/cgroup")
 ADDRESS: Final = "192.0.2.2"
-"""Address of the node. Pods can reach servers at this address."""
+"""The node's address, at which pods can reach servers."""
 PODS: Final = "192.0.2.128/25"
 DNS: Final = "192.0.2.53"
 """Address of the cluster's DNS, if CoreDNS is among the programs."""
@@ -109,7 +109,7 @@ class KubeletNode:
 
     @cached_property
     def minor(self) -> int:
-        """Return the minor version of Kubernetes."""
+        """Return the Kubernetes minor version."""
         said = subprocess.run(
             [self._program("kubelet"), "--version"], capture_output=True, text=True, check=True
         ).stdout
@@ -123,7 +123,7 @@ class KubeletNode:
         return subprocess.run(command, input=stdin, capture_output=True, text=True)
 
     def ctr(self, *arguments: str) -> str:
-        """Run containerd's client ``ctr`` and return its output. The command must succeed."""
+        """Run containerd's ``ctr`` client and return its output. The command must succeed."""
         command = [*self.inside, "ctr", "--namespace=k8s.io", *arguments]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, f"ctr {arguments}: {done.stderr}"
@@ -167,7 +167,7 @@ class KubeletNode:
             "failSwapOn": False,
             "makeIPTablesUtilChains": False,
             "enableControllerAttachDetach": False,
-            # Keep the usual OOM score and a low limit for open files, because some machines do not allow changing the
+            # Keep the usual OOM score and a low limit on open files, because some machines do not allow changing the
             # score or raising the limit.
             "oomScoreAdj": 0,
             "maxOpenFiles": 16384,
@@ -229,7 +229,7 @@ class KubeletNode:
 
 
 class FirstNode(KubeletNode):
-    """The control plane of the cluster, and its first node."""
+    """The cluster's control plane and its first node."""
 
     def __init__(self, where: Path) -> None:
         super().__init__(where, where, NAME, ADDRESS)
@@ -240,7 +240,7 @@ class FirstNode(KubeletNode):
     def start(self) -> None:
         """Start the node and wait until a pod can be created.
 
-        On failure, fail the test with the log of the failed component.
+        On failure, fail the test with the failed component's log.
         """
         began = time.monotonic()
         for step in (
@@ -267,7 +267,7 @@ class FirstNode(KubeletNode):
 
     @property
     def authority(self) -> Path:
-        """Return the self-signed certificate of the API server."""
+        """Return the API server's self-signed certificate."""
         return self.where / "api/apiserver.crt"
 
     def _connect(self) -> None:
@@ -327,7 +327,7 @@ class FirstNode(KubeletNode):
             to = ["-d", address, "-p", "tcp", "--dport", port, "-j", "DNAT", "--to-destination", f"{ADDRESS}:6443"]
             subprocess.run(["iptables", "-t", "nat", "-A", "PREROUTING", *to], check=True)
         if self.has("kube-router"):
-            # Packets between pods only cross the bridge, where iptables sees them only with this setting.
+            # Packets between pods never leave the bridge, where iptables sees them only with this setting.
             Path("/proc/sys/net/bridge/bridge-nf-call-iptables").write_text("1")
             parts = {"run-router": "false", "run-service-proxy": "false", "run-firewall": "true"}
             options = {**parts, "kubeconfig": kubeconfig, "hostname-override": NAME, "iptables-sync-period": "1s"}
@@ -356,7 +356,7 @@ class FirstNode(KubeletNode):
 
 
 class Second(KubeletNode):
-    """A node with its own network and mounts, connected to the bridge of the first node."""
+    """A node with its own network and mounts, connected to the first node's bridge."""
 
     def __init__(self, first: FirstNode) -> None:
         super().__init__(first.where, first.where / SECOND, SECOND, SECOND_ADDRESS)

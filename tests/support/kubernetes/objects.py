@@ -1,4 +1,4 @@
-"""Objects that a test creates in a cluster: a namespace, volumes and pods."""
+"""Provides the objects that a test creates in a cluster: a namespace, volumes and pods."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Document = dict[str, Any]
 
 
 def overlay(name: str) -> list[Document]:
-    """Return the documents of an overlay of deploy/kubernetes."""
+    """Return the documents in an overlay from deploy/kubernetes."""
     return list(yaml.safe_load_all(manifests(name)))
 
 
@@ -84,7 +84,7 @@ class Namespace:
         return self.scratch / "volumes" / claim
 
     def pod(self, name: str) -> Pod:
-        """Return the pod of that name, which need not exist yet."""
+        """Return the pod with that name, which need not exist yet."""
         return Pod(self, name)
 
     async def clear(self) -> None:
@@ -167,7 +167,7 @@ class Pod:
         return await self.namespace.kubectl("exec", self.name, "--", *command)
 
     async def logs(self) -> str:
-        """Return the output of the container, or "" if there is none."""
+        """Return the container's output, or "" if there is none."""
         done = await asyncio.to_thread(self.namespace.node.kubectl, "-n", self.namespace.name, "logs", self.name)
         return done.stdout
 
@@ -197,13 +197,13 @@ class Pod:
         ]
 
     async def delete_without_grace(self) -> None:
-        """Delete the pod by force and wait until its process has exited, because the object is removed before that."""
+        """Force-delete the pod and wait until its process has exited, because the object is removed before that."""
         container = await self.container()
         await self.namespace.kubectl("delete", "pod", self.name, "--force", "--grace-period=0")
         await self.until_ended(container)
 
     async def until_ended(self, container: Document) -> None:
-        """Wait until a container has no process left, which may be long after its pod has been deleted."""
+        """Wait until a container has no processes left, which may be long after its pod has been deleted."""
         async with asyncio.timeout(LIMIT):
             while await self._processes(container):
                 await asyncio.sleep(0.1)
@@ -216,8 +216,8 @@ class Pod:
         """Make the liveness probe of ``end_on_request`` fail. Return the container's exit code and termination message.
 
         The preStop hook, grace period and signals are the same as for a deleted pod. However, a deleted pod may vanish
-        before the kubelet has reported how its container exited. Here the container is restarted, so the status of the
-        exited container remains available.
+        before the kubelet has reported how its container exited. Here the container is restarted, so the exited
+        container's status remains available.
         """
         before = (await self.container())["restartCount"]
         await self.exec("touch", END)
@@ -231,6 +231,6 @@ def _is_ready(pod: Document) -> bool:
 
 
 def _restarts(pod: Document) -> int:
-    """Return how often the pod's container has been restarted, or 0 if the container is not running at the moment."""
+    """Return how many times the pod's container has been restarted, or 0 if the container is not running now."""
     statuses = pod["status"].get("containerStatuses", [])
     return sum(int(one["restartCount"]) for one in statuses if "running" in one["state"])

@@ -12,7 +12,7 @@ from tests.support.pods import IMAGE, Podman
 
 RENDERER: Final = "localhost/agent-shim/peers"
 DIRECTORY: Final = "rendered"
-"""Directory of the manifests below the node's directory."""
+"""The manifests' directory, which is below the node's directory."""
 GROUP: Final = "web"
 PORT: Final = 8080
 

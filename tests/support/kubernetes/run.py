@@ -4,7 +4,7 @@ The whole node (etcd, the API server, containerd, the kubelet and the containers
 namespace with the command, and is killed when the command exits. Its mounts, addresses and ports are not visible
 outside.
 
-``KUBERNETES_PROGRAMS`` names a directory with the four programs of another Kubernetes version. It must also contain
+``KUBERNETES_PROGRAMS`` names a directory with the four programs from another Kubernetes version. It must also contain
 etcd, containerd and runc if that version needs newer versions than this machine has. If it contains CoreDNS and
 kube-router, the cluster has a DNS server and enforces NetworkPolicies.
 """
@@ -26,8 +26,8 @@ from tests.support import pods
 from tests.support.kubernetes import build, rendered
 from tests.support.kubernetes.node import CGROUPS, IMAGES, NODE, PAUSE, PROGRAMS
 
-# The kubelet would set these kernel parameters for the whole machine. Therefore, ordinary files are mounted over them,
-# to which the kubelet can write. Directories with fixed paths, such as /var/log, are replaced with the node's own
+# The kubelet would set these kernel parameters for the whole machine. Therefore, ordinary files that the kubelet can
+# write to are mounted over them. Directories with fixed paths, such as /var/log, are replaced with the node's own
 # directories. The mount tree is shared, because containers with a mount propagation other than "private" need that.
 ENTER = """
 set -eu

@@ -42,9 +42,9 @@ def number_in(path: Path) -> int | None:
 
 
 def number_of_program(path: Path, name: str) -> int | None:
-    """Return the pid in a file, or None until the process with that pid has executed the program ``name``.
+    """Return the pid in a file, or None if the process with that pid is not running the program ``name`` yet.
 
-    A shell script writes its pid before it executes the program, so the pid alone does not show that the program runs.
+    A shell script writes its pid before it execs the program, so the pid alone does not show that the program runs.
     """
     number = number_in(path)
     return number if number is not None and proc.name(number) == name else None
@@ -64,7 +64,7 @@ def kill(pid: int) -> None:
 
 
 def variable(pid: int, name: str) -> str:
-    """Return a variable from the initial environment of a process, or "" if the variable is not set."""
+    """Return a variable from a process's initial environment, or "" if the variable is not set."""
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
     except OSError:

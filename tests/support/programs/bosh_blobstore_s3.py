@@ -1,8 +1,8 @@
 """``bosh-blobstore-s3 -c CONFIG get ID FILE`` and ``… put FILE ID``: a stemcell's command, reimplemented with boto3.
 
-Runs with the interpreter of ``.tools``. CONFIG contains the options of an ``s3`` blobstore as the Director writes them.
-Only the options for a store on this machine are supported. On failure the program exits with code 1 and a message that
-contains the secret key, to test that callers which quote the message remove the key.
+Runs with the interpreter in ``.tools``. CONFIG contains the options for an ``s3`` blobstore as the Director writes
+them. Only the options for a store on this machine are supported. On failure the program exits with code 1 and a message
+that contains the secret key, to test that callers which quote the message remove the key.
 """
 
 from __future__ import annotations

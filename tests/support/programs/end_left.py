@@ -36,7 +36,7 @@ def end_left(base: str) -> list[int]:
 
 
 def end_kept(directory: str) -> None:
-    """Kill all descendants of the keepers with sockets in a directory, and wait until the keepers have exited."""
+    """Kill all descendants of the keepers whose sockets are in a directory, and wait until the keepers have exited."""
     for name in os.listdir(directory):  # noqa: PTH208 - starts faster without pathlib
         place = os.open(f"{directory}/{name}", os.O_PATH)
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as keeper:

@@ -1,4 +1,4 @@
-"""escape.py PIDFILE CHILDFILE [ENTRY [NAME]]: leave a child behind that has forked twice and has its own session.
+"""escape.py PIDFILE CHILDFILE [ENTRY [NAME]]: leave behind a double-forked child with its own session.
 
 ENTRY is the child's only environment variable, and NAME (with escapes) its process name. If run as root, the child
 becomes an ordinary user, because a job that stays root could do anything.

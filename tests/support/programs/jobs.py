@@ -18,7 +18,7 @@ LASTING = "exec sleep 600"
 
 
 class JobTree:
-    """Jobs below one directory. Their scripts write to ``log``."""
+    """Jobs in one directory tree. Their scripts write to ``log``."""
 
     def __init__(self, base: Path, timing: Timing = FAST) -> None:
         self.base = base
@@ -94,7 +94,7 @@ class JobTree:
                 running.cancel()
 
     def told(self, event: str) -> list[tuple[str, str]]:
-        """Return the service and the action of each reported event of this kind."""
+        """For each reported event of this kind, return the service and the action."""
         return [(each.service, each.action) for each in self.events if each.event == event]
 
     def open(self) -> None:
@@ -103,7 +103,7 @@ class JobTree:
             path.chmod(0o777)
 
     def end(self) -> None:
-        """Kill the remaining processes of the jobs."""
+        """Kill the jobs' remaining processes."""
         end_kept(self.paths)
         end_marked("TEST_OF", str(self.base))
 

@@ -1,4 +1,4 @@
-"""keep_zombies.py: 100 times a second, fork a child that exits immediately, and reap it only 0.2 s later."""
+"""keep_zombies.py: 100 times a second, fork a child that exits immediately, and reap it 0.2 s later."""
 
 import os
 import time

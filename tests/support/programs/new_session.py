@@ -1,7 +1,8 @@
 """new_session.py PIDFILE CHILDFILE [wipe]: start a child in a new session.
 
-Writes the pid of this program to PIDFILE, and the pid of the child to CHILDFILE. With ``wipe``, the child's environment
-is empty."""
+Writes this program's pid to PIDFILE and the child's pid to CHILDFILE. With ``wipe``, the child's environment
+is empty.
+"""
 
 import os
 import sys

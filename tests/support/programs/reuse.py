@@ -104,13 +104,13 @@ class Rounds:
         then = self.random.choice(["stop", "restart", "next agent"])
         await self.supervisor.start_one(name)
         found = await in_state(self.supervisor, name, "running", "settling")
-        while not found.pid:  # the process has just ended
+        while not found.pid:  # The process has just exited.
             await asyncio.sleep(0.003)
             found = await in_state(self.supervisor, name, "running", "settling")
         starter = await until(lambda: number_in(Path(f"{self.world.pidfile(name)}.starter")))
         # The supervisor recognizes a reused pid by the start time of its process, which has a resolution of one tick.
-        # This program can reuse a pid within a tick, which the kernel in practice cannot do, because it first hands out
-        # all other pids. Therefore wait for the next tick.
+        # This program can reuse a pid within a tick. The kernel does not do that in practice, because it first hands
+        # out all other pids. Therefore, wait for the next tick.
         if born := proc.stat(found.pid):
             await until(lambda: clock.boot_ticks() > born.start_ticks + 1)
         number = found.pid if which == "process" else starter
