@@ -36,7 +36,7 @@ SHELL_PAGES = {
     "agent-shim.fish": "share/fish/vendor_completions.d/agent-shim.fish",
     "agent-shim.1": "share/man/man1/agent-shim.1",
 }
-"""The completion scripts and the manual page, each with the path below the prefix where shells and ``man`` find it."""
+"""The completion scripts and the manual page, each with its path relative to the installation prefix."""
 
 
 def version() -> str:
@@ -50,7 +50,7 @@ def version() -> str:
 
 
 def semantic_version() -> str:
-    """Return the version as a semantic version, which BOSH and image tags need, such as ``0.3.0-dev.g…``."""
+    """Return the version as a semantic version, such as ``0.3.0-dev.g…``, because BOSH and image tags need one."""
     return version().replace(".dev0+", "-dev.").replace(".dev0", "-dev")
 
 
@@ -115,7 +115,7 @@ def compilers() -> list[list[str]]:
 
 
 def build_keeper(target: Path, links: tuple[str, ...] = ("-static",)) -> None:
-    """Compile the keeper to ``target``. Try each way to link in ``links`` with each compiler until one combination
+    """Compile the keeper to ``target``. Try each kind of linking in ``links`` with each compiler until one combination
     succeeds.
 
     Raises ``SystemExit`` if all of them fail.
@@ -146,7 +146,7 @@ def build_keeper_of_checkout() -> None:
 
 def write_shell_pages(target: Path) -> None:
     """Write the completion scripts and the manual page to a directory. They are generated from the definition of the
-    command line, which can be imported without the libraries of the agent.
+    command line, which can be imported without the agent's libraries.
     """
     sys.path.insert(0, str(ROOT))
     from tools import shell_pages
@@ -176,7 +176,7 @@ class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
     """
 
     def dependencies(self) -> list[str]:
-        """Return the PyPI package of a C compiler (100 MB) if this builds a wheel and the system has no compiler."""
+        """Return the PyPI package with a C compiler (100 MB) if a wheel is being built and no compiler is installed."""
         return ["ziglang"] if self.target_name == "wheel" and not compilers() else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Generates the sections of docs/commands.md, which list the commands of ``agent-shim`` with their options."""
+"""Generates the sections in docs/commands.md that list ``agent-shim``'s commands with their options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tools.shell_pages import arguments, parsers, placeholder, usage
 def tables() -> str:
     """Return a section for each command, in the order of ``--help``.
 
-    The option ``-b``, which most commands have, is left out because the page describes it once.
+    The ``-b`` option, which most commands have, is left out because the page describes it once.
     """
     return "\n".join(_section(name, parser) for name, parser in parsers().items())
 
@@ -35,7 +35,7 @@ def _spellings(action: argparse.Action) -> Iterator[str]:
 
 
 def _default(action: argparse.Action) -> str:
-    """Return the default of an argument, unless its help text already states it."""
+    """Return an argument's default, unless its help text already states it."""
     if action.default in (None, False, "", []) or action.required or "default" in (action.help or ""):
         return ""
     shown = f"{action.default:g}" if isinstance(action.default, float) else str(action.default)

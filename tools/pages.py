@@ -46,7 +46,7 @@ def purpose(module: Module) -> str:
 
 
 def mermaid() -> str:
-    """Return the state transitions of a service as a Mermaid diagram.
+    """Return a service's state transitions as a Mermaid diagram.
 
     An arrow is labelled with all events that cause its transition. The states in which a service should run are in a
     box. If an event leads from all of these states to the same target, a single arrow starts at the box. An invalid
@@ -97,7 +97,7 @@ def boot_steps() -> str:
 
 
 def statements() -> str:
-    """Return a table of the keywords that begin a statement or the test of a rule, with the kinds of checks that accept
+    """Return a table of the keywords that begin a statement or a rule's test, with the kinds of checks that accept
     each.
     """
     words = {word: option.kinds for word, option in parser.OPTIONS.items() if word != "if"}
@@ -106,7 +106,7 @@ def statements() -> str:
     for word, kinds in sorted((words | tests).items()):
         grouped.setdefault("all" if kinds == rules.ALL else ", ".join(sorted(kinds)), []).append(f"`{word}`")
     rows = [f"| {kinds} | {', '.join(same)} |" for kinds, same in sorted(grouped.items())]
-    return "\n".join(["| in a `check` of | statements |", "|---|---|", *rows, ""])
+    return "\n".join(["| type of `check` | statements |", "|---|---|", *rows, ""])
 
 
 def without_effect() -> str:
@@ -116,7 +116,7 @@ def without_effect() -> str:
 
 
 def decisions() -> str:
-    """Return a table of the decision records with the status of each."""
+    """Return a table of the decision records with their status."""
     rows = ["| record | decision | status |", "|---|---|---|"]
     for path in sorted((PAGES / "decisions").glob("0*.md")):
         text = path.read_text()
@@ -159,7 +159,7 @@ def prometheus_rule() -> str:
 def status_picture() -> str:
     """Return a picture of ``agent-shim status`` in a terminal with 80 columns.
 
-    Its input is a recorded answer of a real agent (``agent-shim status --json``).
+    Its input is a real agent's recorded answer (``agent-shim status --json``).
     """
     answer = json.loads((PAGES / "pictures/status.json").read_text())
     return draw.terminal(status_text.render(answer, ansi.coloured, columns=80), "$ agent-shim status")

@@ -1,7 +1,7 @@
-"""Generates the bash, zsh and fish completion (with shtab) and the manual page from the parser of ``agent-shim``.
+"""Generates the bash, zsh and fish completion (with shtab) and the manual page from ``agent-shim``'s parser.
 
-``hatch_build.py`` calls this module in pip's build environment, so it must not import anything that needs the libraries
-of the agent.
+``hatch_build.py`` calls this module in pip's build environment, so it must not import anything that needs the agent's
+libraries.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def page(name: str) -> str:
 
 
 def parsers(top: argparse.ArgumentParser | None = None) -> Mapping[str, argparse.ArgumentParser]:
-    """Return the parser of each command, in the order of ``--help``."""
+    """Return each command's parser, in the order of ``--help``."""
     top = top or commands.parser()
     (below,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))  # noqa: SLF001 argparse lists its arguments nowhere else
     found: Mapping[str, argparse.ArgumentParser] = below.choices
@@ -47,7 +47,7 @@ def parsers(top: argparse.ArgumentParser | None = None) -> Mapping[str, argparse
 
 
 def arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return the arguments of a command, without ``--help``."""
+    """Return a command's arguments, without ``--help``."""
     return [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]  # noqa: SLF001 argparse lists its arguments nowhere else
 
 
@@ -166,7 +166,7 @@ def manual() -> str:
 
 
 def _codes() -> dict[int, str]:
-    """Map each exit code to the first sentence of the docstring of every error class that causes it."""
+    """Map each exit code to the first docstring sentence of every error class that causes it."""
     found: dict[int, list[str]] = {}
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, errors.ShimError) and "exit_code" in vars(kind):

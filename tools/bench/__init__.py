@@ -1,1 +1,1 @@
-"""Benchmarks of an agent's resources and latencies. They measure any agent that speaks the protocol."""
+"""Benchmarks for an agent's resource usage and latency. They measure any agent that speaks the protocol."""

@@ -8,12 +8,13 @@ reason.
 The agent is installed as in the image, with its own interpreter and modules that are compiled without docstrings.
 ``./dev bench`` creates that installation in .venv-program.
 
-``--agent-command`` measures another agent. In the command, ``{config}`` stands for the agent.json and ``{base}`` for
-the directory that replaces /var/vcap. ``python -m tools.bench.go_agent`` measures the Go agent in this way.
+``--agent-command`` measures another agent. In the command, ``{config}`` is replaced with the path of agent.json, and
+``{base}`` with the directory that is used instead of /var/vcap. ``python -m tools.bench.go_agent`` measures the Go
+agent in this way.
 
-``--into-docs`` also writes the table of docs/performance.md. Use it without PARTs on a quiet machine; it takes about
+``--into-docs`` also writes the table in docs/performance.md. Use it without PARTs on a quiet machine. It takes about
 twenty minutes. ``--beside FILE`` adds a column with the results of another agent from an earlier run, and also writes
-the table of README.md. ``--from FILE`` uses the results of an earlier run instead of measuring.
+the table in README.md. ``--from FILE`` uses the results of an earlier run instead of measuring.
 
 Four parts run only if they are named: ``large`` (gigabytes of logs, a large compiled package, a large apply), ``scale``
 (1 000 and 10 000 light agents, and an outage of their bus), ``cpi`` (the Kubernetes CPI on its own node, as root) and
@@ -139,7 +140,7 @@ def python_version() -> str:
 def main() -> int:
     """Measure, print the results and write the tables. Return the exit code."""
     args = parsed()
-    # Raise KeyboardInterrupt, so that the processes started here are ended as well.
+    # Raise KeyboardInterrupt, so that the processes started here are stopped as well.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if args.earlier:
         document = table.merged([json.loads(path.read_text()) for path in args.earlier])[0]

@@ -1,4 +1,4 @@
-"""Memory growth after 10 000 actions, after 1000 restarts of processes, and after 1000 reconnects to the bus.
+"""Measures memory growth after 10 000 actions, after 1000 process restarts, and after 1000 reconnects to the bus.
 
 A complete agent would need seconds for each reconnect. Reconnects are therefore measured in a process that contains
 only the agent's bus module and pauses for only milliseconds between attempts.
@@ -60,7 +60,7 @@ async def grown(w: RunningAgent, work: object) -> Figure:
 
 
 async def act(w: RunningAgent, count: int) -> None:
-    """Send ``count`` requests in roughly the proportions of a real Director. One in a hundred starts a task."""
+    """Send ``count`` requests in roughly the same proportions as a real Director. One in a hundred starts a task."""
     spec = w.spec(5, 1)
     for number in range(count // 10):
         await asyncio.gather(*(w.director.value(AGENT, "ping") for _ in range(6)))
@@ -108,7 +108,7 @@ async def reconnects(count: int) -> Figure:
 async def lose_links(own: dict[str, object], count: int) -> float:
     """Connect to the bus and drop the connection ``count`` times.
 
-    Return by how many MB this process has grown since the first tenth of the connections.
+    Return the growth of this process in MB after the first tenth of the connections.
     """
 
     async def nobody(_: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Throughput of packing and unpacking, compared with tar, gzip, pigz and igzip on the same files.
+"""Measures the throughput of packing and unpacking, compared with tar, gzip, pigz and igzip on the same files.
 
 Three actions are measured: an ``apply`` of a large package, an ``apply`` of a package with many files, and
 ``fetch_logs``.
@@ -57,8 +57,9 @@ async def unpacked(w: RunningAgent, name: str, size: int, files: dict[str, bytes
 
 
 async def packed(w: RunningAgent, name: str, files: int, size: int) -> dict[str, Figure]:
-    """Measure the throughput in MB/s for ``files`` logs of ``size`` bytes each. Return the figure of ``fetch_logs``,
-    whose floor is igzip, and the figures of tar with several compressors.
+    """Measure the throughput in MB/s for ``files`` logs of ``size`` bytes each.
+
+    Return the figure for ``fetch_logs``, whose floor is igzip, and the figures for tar with several compressors.
     """
     logs = w.base / "data/sys/log"
     await asyncio.to_thread(fill, logs, files, size)

@@ -1,4 +1,6 @@
-"""Time from exec to the first answer, without jobs and with jobs to adopt. The floor is ``tools.bench.echo``."""
+"""Measures the time from exec to the first answer, without jobs and with jobs to adopt. The floor is
+``tools.bench.echo``.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The instance has a disk and five jobs with one pre-start script each, in a container with its own mount and PID
 namespaces. Three cases are measured: the container is restarted, the container is recreated with all its volumes, and
-only the agent is restarted. Prints one JSON document with times in seconds since the exec of the agent.
+only the agent is restarted. Prints one JSON document with times in seconds since the agent's exec.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Measure the Kubernetes CPI on a node of its own: make the calls of a Director in the Director's order, and compare
-them with the requests of a minimal client.
+"""Measures the Kubernetes CPI on its own node: makes a Director's calls in the Director's order, and compares them with
+a minimal client's requests.
 
-Needs root and the packages of ``./dev test-kubernetes``. The first run builds the node. ``on_node`` runs in the node's
-namespaces.
+Needs root and the packages that ``./dev test-kubernetes`` needs. The first run builds the node. ``on_node`` runs in the
+node's namespaces.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ STEPS: Final = ("to the pod", "to its volume and node", "to its container", "to 
 """Names of the periods into which the times of ``Bare.steps_of_next`` divide a create_vm call."""
 STEPS_OF_ATTACHMENT: Final = ("to the pod", "to its mount")
 """Names of the periods of an attach_disk call to a running VM. There are only two, because the container has a
-postStart hook that waits for the mount, and the kubelet reports the end of the hook together with the start of the
-container.
+postStart hook that waits for the mount, and the kubelet reports the end of the hook together with the container's
+start.
 """
 START: Final = "import json, msgspec"
 START_OF_A_CLIENT: Final = "import http.client, json, msgspec, ssl"
@@ -73,8 +73,8 @@ async def measure(command: str, scale: float, figures: Figures) -> None:
 
 @dataclass
 class Bare:
-    """A minimal client of the API server, with which the CPI is compared. It does not retry requests or convert objects
-    to types.
+    """A minimal API server client, to which the CPI is compared. It does not retry requests or convert objects to
+    types.
     """
 
     namespace: str
@@ -118,7 +118,9 @@ class Bare:
 
     def steps_of_next(self, watch: http.client.HTTPSConnection) -> dict[str, float]:
         """Return the times at which the API server reports that the next pod was created, assigned to a node, and
-        started. ``watch`` is a connection from the method of that name.
+        started.
+
+        ``watch`` is a connection from the ``watch`` method.
         """
         told: dict[str, float] = {}
         for line in watch.getresponse():
@@ -142,7 +144,7 @@ class Bare:
         return told
 
     def watch(self, kind: str) -> http.client.HTTPSConnection:
-        """Start watching pods of a kind. Return the connection on which the API server reports new pods."""
+        """Start watching pods labelled with ``kind``. Return the connection on which the server reports new pods."""
         link = self.connection()
         version = self.ask(link, "GET", "pods?limit=1")["metadata"]["resourceVersion"]
         query = f"watch=1&labelSelector={names.KIND}={kind}&resourceVersion={version}"
@@ -151,7 +153,7 @@ class Bare:
         return link
 
     def make(self, secret: Any, pod: Any, claims: Sequence[Any] = ()) -> float:
-        """Create the objects of a pod. Return the seconds from the first request until the pod is ready."""
+        """Create a pod's objects. Return the seconds from the first request until the pod is ready."""
         began = time.monotonic()
         link = self.connection()
         if secret is not None:
@@ -172,8 +174,9 @@ class Bare:
                 time.sleep(0.1)
 
     def remove(self, pod: str) -> None:
-        """Remove the Secret and the claim that were created with a pod. If they do not exist, as for attachment pods,
-        do nothing.
+        """Remove the Secret and the claim that were created with a pod.
+
+        Do nothing if they do not exist. Attachment pods have neither.
         """
         link = self.connection()
         for other in (f"secrets/{pod}", f"persistentvolumeclaims/{names.data_claim(pod)}"):
@@ -227,8 +230,8 @@ def largest_of(argv: Sequence[str], requests: Sequence[bytes], home: Path) -> tu
                 subprocess.Popen(argv, stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL, env=environment, cwd=home)
             )
     memory = {process.pid: 0.0 for process in running}
-    # Read the peak while the process is running. After its exit, the kernel reports a value that includes the memory of
-    # this program before the exec.
+    # Read the peak while the process is running. After its exit, the kernel reports a value that includes this
+    # program's memory before the exec.
     while left := [process for process in running if process.poll() is None]:
         for process in left:
             memory[process.pid] = max(memory[process.pid], high_water(process.pid))
@@ -285,8 +288,8 @@ def _seconds(made: Sequence[float], floor: Sequence[float], what: str) -> Figure
 
 
 def _figures_by_step(what: str, steps: Sequence[str], times: Sequence[Sequence[float]]) -> Figures:
-    """Return a figure in ms for each step. ``times`` contains the recorded times of each call, and a step lasts from
-    one of them to the next.
+    """Return a figure in ms for each step. ``times`` contains the recorded times of each call. A step is the interval
+    between two consecutive times.
     """
     return {
         f"{what}, {step}": figure([(one[number + 1] - one[number]) * 1000 for one in times], "ms")
@@ -368,8 +371,9 @@ async def _vm_lifecycle(site: Site, figures: Figures, instance: DeployedInstance
 
 
 async def _remove(site: Site, bare: Bare, pod: str) -> None:
-    """Delete a pod that ``Bare`` has created, wait until the kubelet has terminated it, and delete its Secret and its
-    claim, as ``delete_vm`` does.
+    """Delete a pod that ``Bare`` has created, together with its Secret and claim, as ``delete_vm`` does.
+
+    The Secret and the claim are deleted once the kubelet has terminated the pod.
     """
     await site.namespace.pod(pod).delete()
     await asyncio.to_thread(bare.remove, pod)
@@ -401,8 +405,9 @@ def _small_calls(site: Site, bare: Bare, figures: Figures, instance: DeployedIns
 
 
 async def _create_vm(site: Site, instance: DeployedInstance) -> None:
-    """Create a VM, but send its agent no requests. The agent cannot connect to the bus, because the bus does not know
-    the agent's credentials.
+    """Create a VM, but send its agent no requests.
+
+    The agent cannot connect to the bus, because the bus does not know the agent's credentials.
     """
     instance.agent = str(uuid.uuid4())
     instance.vm, *_ = await site.cpi.call("create_vm", *_arguments(site, instance.agent))
@@ -502,8 +507,9 @@ def settings_by_hand(secret: Any, vm: str, name: str, arguments: Sequence[Any]) 
 
 
 def _settings_of(encoded: str, agent: str, env: Any) -> str:
-    """Return encoded settings with another agent ID and environment. Everything else stays the same, and documents that
-    are not settings are returned unchanged.
+    """Return encoded settings with a different agent ID and environment.
+
+    Everything else stays the same, and documents that are not settings are returned unchanged.
     """
     document = json.loads(base64.b64decode(encoded))
     if "agent_id" not in document:

@@ -1,5 +1,5 @@
-"""Supervision of 10, 50, 200 and 500 processes: cost when idle, and time to restart all processes after they were
-killed.
+"""Measures how an agent supervises 10, 50, 200 and 500 processes: the cost when idle, and the time to restart all
+processes after they were killed.
 
 A restart is complete when the new pidfile has been written. This time is read from the file's mtime, so the measurement
 does not have to poll.
@@ -34,7 +34,7 @@ and restarts the process immediately.
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """Measure each number of processes. ``scale`` multiplies the numbers and the idle time."""
+    """Take the measurements for each number of processes. ``scale`` multiplies the numbers and the idle time."""
     slower = max(scale, 0.2)
     async with world(command) as w:
         await w.start_agent()

@@ -1,4 +1,4 @@
-"""Duration of a deploy as seen by the Director, which queries a task immediately and then once per second.
+"""Measures the duration of a deploy as seen by the Director, which queries a task immediately and then once per second.
 
 The same requests are also measured without pauses between the queries, which shows the time that the agent needs.
 """
@@ -20,7 +20,7 @@ POLL_S: Final = 1.0
 """Seconds between two of the Director's queries for a task."""
 ROUNDS: Final = 3
 Steps = dict[str, list[float]]
-"""Durations in seconds, or numbers of queries, for each request of a deploy, by the request's name."""
+"""For each request in a deploy, by name: its durations in seconds, or the numbers of queries for its task."""
 KEEP: Final = dict.fromkeys(("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep")
 
 
@@ -85,8 +85,9 @@ async def update(
 
 
 async def no_op(w: RunningAgent) -> float:
-    """Send the requests of a deploy without changes, which query the state of the instance and then ping it. Return the
-    duration in seconds.
+    """Send the requests for a deploy without changes, and return the duration in seconds.
+
+    These requests query the instance's state and then ping it.
     """
     begun_at = time.monotonic()
     await w.director.value(AGENT, "get_state", "full")

@@ -65,7 +65,7 @@ BARS: Final = """\
 
 
 def figures(page: str) -> str:
-    """Return a bar chart of the durations in README.md's table of figures, on a logarithmic scale."""
+    """Return a bar chart of the durations in README.md's table of measurements, on a logarithmic scale."""
     table = page.partition("<!-- figures -->")[2].partition("<!-- /figures -->")[0]
     head, _, *rows = [[cell.strip(" `") for cell in line.strip("| ").split("|")] for line in table.split("\n") if line]
     timed = [(name.replace("`", ""), cells) for name, *cells in rows if all(_seconds(cell) for cell in cells)]

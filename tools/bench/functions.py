@@ -1,7 +1,7 @@
 """``python -m tools.bench.functions``: count the agent's functions that run in an apply, a start and a restart.
 
 Each function counts once, whichever threads run it. Comprehensions and lambdas do not count. Three numbers are printed
-for each step. The first counts all functions of ``agent_shim``. The second counts only functions in the supervisor's
+for each step. The first counts all functions in ``agent_shim``. The second counts only functions in the supervisor's
 modules for states, services and requests. The third counts only functions in its modules for states and services,
 without properties. ``-v`` lists the functions.
 """
@@ -66,7 +66,7 @@ async def until(fact: Callable[[], bool]) -> None:
 
 
 async def measure(one: LocalAgent) -> dict[str, set[CodeType]]:
-    """Apply and start a job with one process, and kill the process.
+    """Apply a spec with one job, start the job, and kill its only process.
 
     Return the functions that were entered in each of the three steps.
     """
@@ -89,7 +89,7 @@ async def measure(one: LocalAgent) -> dict[str, set[CodeType]]:
 
 
 def named(found: set[CodeType], *modules: str) -> list[str]:
-    """Return the functions in these modules of the agent, or in all modules if none are given."""
+    """Return the functions in these agent modules, or in all modules if none are given."""
     places = {(str(Path(code.co_filename).relative_to(HOME)), code.co_name) for code in found}
     return sorted(f"{path} {name}" for path, name in places if name not in UNNAMED and (not modules or path in modules))
 

@@ -1,6 +1,6 @@
 """``./dev run python -m tools.bench.go_agent BINARY [--monit MONIT] [...]``: run ``./dev bench`` for the Go agent.
 
-BINARY is a bosh-agent and MONIT its monit (default: the one on PATH). Stemcells have monit 5.2.5; later versions reject
+BINARY is a bosh-agent and MONIT its monit (default: the one on PATH). Stemcells have monit 5.2.5. Later versions reject
 the agent's start requests. Other options are passed to ``./dev bench``. Memory and CPU time are sums over both
 programs.
 

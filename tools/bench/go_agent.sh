@@ -1,10 +1,11 @@
 #!/bin/sh
 # go_agent.sh BINARY MONIT CONFIG BASE: run the Go agent with its base directory BASE, and a monit as on a stemcell.
 #
-# tools/bench/go_agent.py runs this in new namespaces, because monit's port is always the same. With the platform "dummy",
-# the Go agent does not change the machine, but neither does it restart monit through a service manager. Therefore, this
-# script restarts monit when the agent's log says that the agent is waiting for a restart. monit has its usual cycle of ten
-# seconds. MONIT_PORT is for tests of this script without the agent, because the agent supports only the usual port.
+# tools/bench/go_agent.py runs this in new namespaces, because monit's port is always the same. With the "dummy"
+# platform, the Go agent does not change the machine, but neither does it restart monit through a service manager.
+# Therefore, this script restarts monit when the agent's log says that the agent is waiting for a restart. monit has its
+# usual cycle of ten seconds. MONIT_PORT is for testing this script without the agent. The agent itself supports only
+# the usual port.
 set -eu
 port=${MONIT_PORT:-2822}
 binary=$1 monit=$2 config=$3 base=$4

@@ -1,4 +1,4 @@
-"""Memory and CPU usage of an idle agent, the cost of a heartbeat, and response times under load."""
+"""Measures the memory and CPU usage of an idle agent, the cost of a heartbeat, and response times under load."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ CALM_S: Final = 3.0
 SAMPLE_S: Final = 2.0
 """Length in seconds of the windows in which CPU time is measured.
 
-The agent prepares a heartbeat just before it sends it, so the window in which a heartbeat arrives also contains the CPU
-time for preparing it.
+The agent prepares each heartbeat just before sending it, so the window in which a heartbeat arrives also contains the
+CPU time for its preparation.
 """
 WATCHED_S: Final = 95.0
 LOGS: Final = 100 * MB

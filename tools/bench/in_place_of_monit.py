@@ -1,5 +1,5 @@
-"""``agent-shim monit`` compared with monit 5.2.5 (MONIT_525). Both supervise the same 10, 50 and 200 services,
-configured with the same files.
+"""Compares ``agent-shim monit`` with monit 5.2.5 (MONIT_525). Both supervise the same 10, then 50, then 200 services,
+which are configured with the same files.
 
 Each start program is a shell script that starts a process and writes the pidfile. Both supervisors check the services
 as often as monit does on a stemcell.

@@ -1,4 +1,6 @@
-"""Duration of an ``apply`` with a few large packages, with many small ones, and with many jobs. The floor is tar."""
+"""Measures an ``apply`` with a few large packages, with many small ones, and with many jobs. The floor is the time that
+tar needs.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ async def applied(w: RunningAgent, jobs: int, packages: int, size: int) -> Figur
             await asyncio.to_thread(unpack, [*blobs, templates], w.scratch / "floor")
         shutil.rmtree(w.scratch / "floor")
         took.append(await w.run("apply", spec))
-    # Remove the bundles of the last round, so that the next measurement does not include their removal.
+    # Remove the bundles from the last round, so that the next measurement does not include their removal.
     await w.run("apply", w.spec(1, 0, version=f"none-{jobs}-{packages}"))
     return figure(took, "s", floor=least, floor_is="tar, two at a time")
 

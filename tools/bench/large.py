@@ -4,8 +4,8 @@ The agent is measured from outside, through the protocol and ``/proc``. During e
 does nothing else are pinged every ten milliseconds, and the agent's memory is sampled. While logs are packed, a job
 writes and rotates a log.
 
-A ``scale`` of 1 means 10 GB of logs in 20 000 files, a compiled package of 2 GB, and an apply of 10 packages of 500 MB.
-Half of each package is random bytes and half is text.
+A ``scale`` of 1 means 10 GB of logs in 20 000 files, a compiled package of 2 GB, and an apply of 10 packages with 500
+MB each. Half of each package is random bytes and half is text.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Watch:
 
     pings: dict[str, list[float]] = field(default_factory=lambda: {AGENT: [], BYSTANDER: []})
     children: dict[str, float] = field(default_factory=dict)
-    """Peak memory in MB of each child process of the agent, by pid."""
+    """Peak memory in MB of each of the agent's child processes, by pid."""
 
     async def ping(self, w: RunningAgent, agent_id: str) -> None:
         while True:

@@ -1,6 +1,6 @@
-"""How long it takes to start five jobs, to query their status, to replace a killed process and to stop the jobs.
+"""Measures how long it takes to start five jobs, to query their status, to replace a killed process and to stop them.
 
-The floor of the start is the duration of the jobs' start scripts when the benchmark runs them directly.
+The floor for the start is the time that the jobs' start scripts take when the benchmark runs them directly.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ async def start_by_hand(w: RunningAgent, into: list[float]) -> None:
 
 
 async def killed(w: RunningAgent) -> list[float]:
-    """Kill the process of each job. Return for each the seconds until a new process has replaced it.
+    """Kill each job's process. For each job, return the seconds until a new process has replaced it.
 
     Each job is killed only once, so every kill counts as a first failure.
     """

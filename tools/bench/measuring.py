@@ -25,7 +25,7 @@ Figures = dict[str, Figure]
 
 
 def figure(samples: Sequence[float], unit: str, *, floor: Sequence[float] = (), floor_is: str = "") -> Figure:
-    """Return the figure for these samples. If ``floor`` has samples, their median is the floor of the figure."""
+    """Return the figure for these samples. If ``floor`` has samples, their median is the figure's floor."""
     made: Figure = {
         "unit": unit,
         "median": _rounded(statistics.median(samples)),
@@ -58,7 +58,7 @@ class Stopwatch:
 
 @contextmanager
 def timed(into: list[float]) -> Iterator[None]:
-    """Append the number of seconds that the block takes to a list."""
+    """Append the block's duration in seconds to a list."""
     watch = Stopwatch()
     yield
     into.append(watch.seconds)

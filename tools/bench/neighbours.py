@@ -1,7 +1,7 @@
-"""Memory (PSS) of several agents on one machine that share a bus.
+"""Measures the memory (PSS) of several agents that run on one machine and share a bus.
 
 PSS divides the size of shared memory, such as the interpreter and libraries, by the number of processes that share it.
-The PSS of each agent is therefore smaller when more agents are running.
+Each agent's PSS is therefore smaller when more agents are running.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Response times of single pings, and the rate of many concurrent pings. The floor is ``tools.bench.echo``."""
+"""Measures the response times to single pings, and the rate of many concurrent pings. The floor is
+``tools.bench.echo``.
+"""
 
 from __future__ import annotations
 

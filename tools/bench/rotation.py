@@ -30,7 +30,7 @@ class Seen:
     lost: int = 0
     slowest: float = 0.0
     gap: float = 0.0
-    """Longest time in seconds in which none of the clients got a reply."""
+    """Longest time in seconds during which none of the clients got a reply."""
     _last: float = 0.0
 
     async def ask(self, director: Director, agent_id: str, method: str) -> None:

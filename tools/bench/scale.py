@@ -1,10 +1,9 @@
-"""``./dev run python -m tools.bench.scale``: 10 to 1000 agents on one nats-server, idle and after an outage of the
-server.
+"""``./dev run python -m tools.bench.scale``: 10 to 1000 agents on one nats-server, idle and after a server outage.
 
 The agents consist of the real bus module and the real heartbeat, and about fifty of them share a process. nats-server
 uses mutual TLS with P-256 keys, and the same users as nats-sync configures. A run consists of a minute of heartbeats, a
-request to all agents at once, and a kill of the server, which starts again after 15 s without its state. Prints one
-JSON document.
+simultaneous request to all agents, and an outage: the server is killed, and restarted without its state 15 s later.
+Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ async def live(agent_id: str, own: dict[str, Any], buses: list[NatsBus]) -> None
 async def crowd() -> None:
     """Run the agents whose configuration arrives on standard input.
 
-    At each tick, print the number of connected agents, and the total number of attempts and of sent bytes.
+    At each tick, print the number of connected agents, and the total numbers of attempts and of bytes sent.
     """
     given = json.loads(sys.stdin.readline())
     buses: list[NatsBus] = []
@@ -197,15 +196,15 @@ class Point:
     asked_all_after: float = 0.0
     """Seconds from a simultaneous request to all agents until the last answer."""
     handshake_cpu: float = 0.0
-    """CPU time of the server in seconds per agent that reconnects."""
+    """The server's CPU time in seconds for each agent that reconnects."""
     agent_cpu: float = 0.0
-    """CPU time per agent in seconds, from the kill of the server until all agents have reconnected."""
+    """CPU time per agent in seconds, from when the server is killed until all agents have reconnected."""
     back_first: float = 0.0
-    """Seconds from the restart of the server until the first agent is connected."""
+    """Seconds from the server's restart until the first agent is connected."""
     back_median: float = 0.0
-    """Seconds from the restart of the server until half of the agents are connected."""
+    """Seconds from the server's restart until half of the agents are connected."""
     back_last: float = 0.0
-    """Seconds from the restart of the server until all agents are connected."""
+    """Seconds from the server's restart until all agents are connected."""
     attempts: float = 0.0
     """Average number of connection attempts per agent."""
     most_attempts_away: float = 0.0
@@ -243,7 +242,7 @@ async def measure(count: int) -> Point:
 
 
 async def steady(point: Point, server: NatsServer, monitor: HealthMonitor) -> None:
-    """Measure the server's resources and the rate of heartbeats while no requests are sent."""
+    """Measure the server's resource usage and the heartbeat rate while no requests are sent."""
     used, watch, before = cpu_seconds(server.pid), Stopwatch(), len(monitor.notices)
     await asyncio.sleep(STEADY_S)
     point.server_cpu_percent = (cpu_seconds(server.pid) - used) / watch.seconds * 100
@@ -318,7 +317,7 @@ def main() -> int:
     parser.add_argument("--crowd", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write results here after each number of agents")
     args = parser.parse_args()
-    # Raise KeyboardInterrupt, so that the processes started here are ended as well.
+    # Raise KeyboardInterrupt, so that the processes started here are stopped as well.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if args.crowd:
         asyncio.run(crowd())

@@ -1,4 +1,4 @@
-"""Run any command as root, such as a mutant of the agent, without endangering this machine.
+"""Runs any command as root, such as a mutant of the agent, without endangering this machine.
 
 ``confined.py SCRATCH COMMAND ...`` runs the command in new mount, PID, network, IPC and cgroup namespaces. It can write
 only to SCRATCH, a new ``/tmp`` and its own cgroup. ``/dev`` contains only harmless devices, and the only network is the
@@ -68,8 +68,8 @@ def fresh_proc() -> None:
 def fork() -> int:
     """Fork into new PID and mount namespaces.
 
-    Returns 0 in the child. In this process, returns the pid of the namespace's PID 1, which waits for the child and
-    exits with the child's exit code. The kernel then kills all other processes in the namespace.
+    Returns 0 in the child. In the parent, returns the pid of the namespace's PID 1, which waits for the child and exits
+    with the child's exit code. The kernel then kills all other processes in the namespace.
     """
     own = os.open("/proc/self/ns/pid", os.O_RDONLY)
     _checked(_LIBC.unshare(_CLONE_NEWPID))
@@ -146,7 +146,7 @@ def _cgroups() -> Iterator[list[tuple[Path, Path]]]:
 
 
 def _enter(scratch: Path) -> None:
-    """Set up the mounts of the new namespaces. This process is PID 1 in them."""
+    """Set up the mounts in the new namespaces. This process is PID 1 in them."""
     _set("/", on=_RDONLY | _NODEV, recursive=True)
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     aside = Path("/mnt")

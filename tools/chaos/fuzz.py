@@ -1,7 +1,7 @@
 """``./dev fuzz [TARGET…]``: feed mutated input to every parser of untrusted input for a given time.
 
 A finding is an exception that the parser does not document, or a call that takes longer than a second. It is printed
-with its input, which a developer then adds to the seeds of the target.
+with its input, which a developer then adds to the target's seeds.
 """
 
 from __future__ import annotations
@@ -109,14 +109,12 @@ def _file(data: bytes, name: str) -> Iterator[Path]:
 
 
 def _pidfile(data: bytes) -> None:
-    """Check that the pid in a pidfile is a number that the kernel accepts and that does not stand for a process
-    group.
-    """
+    """Check that the pid in a pidfile is valid for the kernel, and refers to a process rather than a process group."""
     with _file(data, "pid") as path:
         found = process_record.read(path)
     if found is not None:
         if found.pid <= 0:
-            raise AssertionError("the pid stands for a process group")
+            raise AssertionError("the pid refers to a process group")
         proc.stat(found.pid)
 
 
@@ -147,7 +145,7 @@ def _saved(data: bytes) -> None:
 
 
 def _journal(data: bytes) -> None:
-    """Restore a task queue, and check that it contains only tasks of known methods."""
+    """Restore a task queue, and check that it contains only tasks with known methods."""
     with _file(data, "tasks.json") as path:
         queue = tasks.Tasks(path)
         _LOOP.run_until_complete(queue.resume({"fetch_logs": lambda _: lambda: asyncio.sleep(0)}))
@@ -156,8 +154,9 @@ def _journal(data: bytes) -> None:
 
 
 def _records(data: bytes) -> None:
-    """Write DNS records to a hosts file. Check that each line has an address and at least one name, and never the name
-    localhost.
+    """Write DNS records to a hosts file, and check each line of it.
+
+    A line must have an address and at least one name, and never the name localhost.
     """
 
     async def fetch() -> bytes:

@@ -1,7 +1,7 @@
 """``python -m tools.chaos.guided TARGET [OPTION…]``: run a target of ``./dev fuzz`` with coverage guidance.
 
-The options are those of libFuzzer. Needs ``atheris``, which is not a dependency because of its size. A finding stops
-the run with a traceback and leaves its input in a file ``crash-…``.
+The options are libFuzzer's. Needs ``atheris``, which is too large to be a dependency. A finding stops
+the run with a traceback and leaves its input in a ``crash-…`` file.
 """
 
 from __future__ import annotations

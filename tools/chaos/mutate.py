@@ -1,14 +1,14 @@
 """``./dev mutate [PATH…]``: make small wrong changes to the agent, one at a time, and list those that no test notices.
 
-A mutant is one change of ``agent_shim`` or ``kubernetes_cpi``: a statement removed, a condition negated, a number or
+A mutant is one change to ``agent_shim`` or ``kubernetes_cpi``: a statement removed, a condition negated, a number or
 another constant changed. The tests that reach its line run against it until one fails, beginning with the test files
 that are named after its module. If all tests pass, the mutant survives.
 
 There are three stages, and each gets only the mutants that the previous ones did not notice. The first forks a process
 that has loaded the unit tests. The second forks one that has loaded the contract and integration tests
-(``tools.chaos.mutate_forked``). Both need between a fraction of a second and some seconds per mutant, but do not mutate
-an agent that a test starts as another process. The third stage runs pytest with all daily tests on a changed copy of
-the code, in which such agents are mutated as well (seconds to minutes per mutant).
+(``tools.chaos.mutate_forked``). These two stages need from a fraction of a second to a few seconds per mutant, but they
+do not mutate an agent that a test starts as another process. The third stage runs pytest with all daily tests on a
+changed copy of the code, in which such agents are mutated as well (seconds to minutes per mutant).
 
 Before a stage, its tests run once under coverage, which records the lines that each test reaches. ``.mutate`` contains
 these records and the results. Mutants are tried in random order, so an interrupted run is a fair sample, and the next
@@ -50,13 +50,13 @@ TIMEOUT_S: Final = 120.0
 noticed.
 """
 Result: TypeAlias = dict[str, object]
-"""Result of a mutant in a stage.
+"""A mutant's result in a stage.
 
 ``outcome`` is noticed, survived, unreached or not tried. ``tests`` is the number of tests that ran. ``by`` is the test
 that noticed the mutant, or the reason why the mutant was not tried.
 """
 Results: TypeAlias = dict[str, dict[str, Result]]
-"""Results by the key of the mutant and the name of the stage."""
+"""Results by mutant key and stage name."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,9 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """Return a hash that identifies the change. It stays the same in later versions of the file as long as the text
-        before the change does not change.
+        """Return a hash that identifies the change.
+
+        The hash stays the same in later versions of the file unless the text before the change is edited.
         """
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
 
@@ -137,7 +138,7 @@ _SWAPPED: Final[dict[type[ast.AST], str]] = {
 
 
 def mutants(path: str, text: str) -> Iterator[Mutant]:
-    """Yield all mutants of a module in the order of its text.
+    """Yield a module's mutants in source order.
 
     Docstrings, types, logging and imports are not changed.
     """
@@ -169,7 +170,7 @@ def mutants(path: str, text: str) -> Iterator[Mutant]:
 
 
 def _changes(node: ast.AST, source: Callable[[ast.expr], str]) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
-    """Yield each change of a node as a tuple: the part to replace, the kind of change, and the new text.
+    """Yield each change to a node as a tuple: the part to replace, the kind of change, and the new text.
 
     ``source`` returns the text of a part.
     """
@@ -195,8 +196,9 @@ def _changes(node: ast.AST, source: Callable[[ast.expr], str]) -> Iterator[tuple
 
 
 def _skipped(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield the nodes in which a change would do no harm: annotations, docstrings, log calls, imports, and constants
-    that are types.
+    """Yield the nodes in which a change would do no harm.
+
+    These are annotations, docstrings, log calls, imports, and constants that are types.
     """
     for node in ast.walk(tree):
         match node:
@@ -218,8 +220,9 @@ def _skipped(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def measure(copy: Path, stage: Stage, workers: int) -> None:
-    """Run the tests once under coverage in ``workers`` processes. Store which lines each test reaches and how many
-    seconds it takes.
+    """Run the tests once under coverage in ``workers`` processes.
+
+    Store which lines each test reaches and how many seconds it takes.
     """
     place = STORE / stage.name
     shutil.rmtree(place, ignore_errors=True)
@@ -247,8 +250,9 @@ def measure(copy: Path, stage: Stage, workers: int) -> None:
 
 
 def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
-    """For each line of each file, return the tests that reach it. If they exceed the stage's time limit per mutant,
-    return only as many as fit.
+    """For each line of each file, return the tests that reach it.
+
+    If they exceed the stage's time limit per mutant, return only as many as fit.
     """
     durations = _durations(stage)
     found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -316,7 +320,7 @@ def survives(copy: Path, mutant: Mutant, tests: Sequence[str]) -> tuple[bool, st
         try:
             printed, _ = running.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            running.terminate()  # This also ends all processes in its namespaces.
+            running.terminate()  # This also kills all processes in its namespaces.
             running.communicate()
             return False, f"took longer than {TIMEOUT_S:g} s"
     finally:
@@ -331,7 +335,7 @@ def _tests_of(mutant: Mutant, lines: dict[int, list[str]]) -> list[str] | None:
     """Return the tests that reach a mutant's line, or None if there are none.
 
     Coverage records only the first line of a statement, so the lines above are tried as well. A line that runs when its
-    module is imported is reached by all tests of that module.
+    module is imported is reached by all of that module's tests.
     """
     for line in range(mutant.line, max(0, mutant.line - 8), -1):
         if line in lines:
@@ -352,7 +356,7 @@ def _environment(copy: Path) -> dict[str, str]:
 
 
 def chosen(paths: Iterable[str]) -> list[Mutant]:
-    """Return the mutants of the given files and directories of ``agent_shim`` or ``kubernetes_cpi``."""
+    """Return the mutants in the given files and directories of ``agent_shim`` or ``kubernetes_cpi``."""
     files: list[Path] = []
     for name in paths:
         place = ROOT / name if name.startswith(("agent_shim", "kubernetes_cpi")) else ROOT / "agent_shim" / name
@@ -365,7 +369,7 @@ def chosen(paths: Iterable[str]) -> list[Mutant]:
 def table(results: Results, wanted: Sequence[Mutant], stages: Sequence[Stage]) -> str:
     """Return a table of counts by module and stage, followed by a list of the mutants that no stage noticed.
 
-    *Unreached* mutants are on lines that no test of the stage runs in a process with coverage. The next stage may reach
+    *Unreached* mutants are on lines that no test in the stage runs in a process with coverage. The next stage may reach
     them.
     """
     names = ("module", "stage", "mutants", "noticed", "survived", "unreached", "not tried")
@@ -398,7 +402,7 @@ def _counts(ones: Sequence[Mutant], results: Results, stage: Stage) -> tuple[int
 
 
 def _is_noticed(results: Results, mutant: Mutant, stages: Sequence[Stage] | None = None) -> bool:
-    """Return True if one of ``stages`` (None: all stages) noticed the mutant."""
+    """Return True if one of ``stages``, or any stage if ``stages`` is None, noticed the mutant."""
     names = None if stages is None else {stage.name for stage in stages}
     tried = results.get(mutant.key, {}).items()
     return any(row["outcome"] == "noticed" for name, row in tried if names is None or name in names)
@@ -539,8 +543,9 @@ def run(
 
 
 def _make_copy(copy: Path) -> None:
-    """Copy the files that git tracks or would track, with uncommitted changes, so that mutants can be written to the
-    copy.
+    """Copy the files that git tracks or would track, so that mutants can be written to the copy.
+
+    Uncommitted changes are included.
     """
     shutil.rmtree(copy, ignore_errors=True)
     copy.mkdir(parents=True)

@@ -1,5 +1,5 @@
-"""A pytest plugin for ``tools.chaos.mutate``: it tells coverage which test is running, and records how long each test
-takes.
+"""A pytest plugin for ``tools.chaos.mutate``: it sets coverage's context to the running test, and records how long each
+test takes.
 """
 
 from __future__ import annotations

@@ -35,13 +35,13 @@ RESULTS: Final = "SHIM_MUTATE_RESULTS"
 key, the outcome, the number of tests, and the failed test or the reason why the mutant was not tried.
 """
 TIMEOUT_S: Final = 5.0
-"""Part of each test's time limit in seconds, to which four times the test's duration under coverage is added. The limit
-is necessary because a mutant may loop forever.
+"""Fixed part of each test's time limit in seconds. Four times the test's duration under coverage is added to it. The
+limit is necessary because a mutant may loop forever.
 """
 PROCESSOR_S: Final = 5
-"""Limit for a test's CPU time in seconds. Without a mutant, each test stays below it."""
+"""Limit on a test's CPU time in seconds. Without a mutant, no test exceeds it."""
 MAX_MEMORY: Final = 3 << 30
-"""Limit for a fork's memory in bytes. Without a mutant, the tests stay below it."""
+"""Limit on a fork's memory in bytes. Without a mutant, no fork exceeds it."""
 TMP: Final = Path("/tmp/mutant")
 """Mount point of the tmpfs that each fork gets for pytest's temporary directories."""
 
@@ -99,13 +99,13 @@ class _FirstFailure:
 _broken: Final[set[str]] = set()
 """Tests that fail in a fork even without a mutant. They are left out, because their failure proves nothing."""
 _sound: Final[Counter[str]] = Counter()
-"""For each test, how often it has failed with a mutant and then passed without the mutant."""
+"""For each test, how many times it has failed with a mutant and then passed without the mutant."""
 _noticing: Final[dict[str, Counter[str]]] = defaultdict(Counter)
 """For each file, how many of its mutants each test has noticed."""
 
 
 def _likely_first(items: list[pytest.Item], mutant: Mutant) -> list[pytest.Item]:
-    """Sort the tests: first those that noticed other mutants of the file, then those that are named after the
+    """Sort the tests: first those that noticed other mutants in the file, then those that are named after the
     module.
     """
     module = Path(mutant.path).stem
@@ -207,7 +207,7 @@ def _changed(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]
 
 
 def _functions() -> _Functions:
-    """Return all loaded functions of the agent and the CPI by file and qualified name."""
+    """Return all loaded functions in the agent and the CPI by file and qualified name."""
     found: _Functions = defaultdict(list)
     inside = str(ROOT / "agent_shim"), str(ROOT / "kubernetes_cpi")
     for one in gc.get_objects():

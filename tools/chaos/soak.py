@@ -5,7 +5,8 @@ credentials change. Malformed messages and floods of requests arrive, and the bu
 agent is killed once, at the start. Each kind of event happens once in the first quarter of the time. Growth is measured
 from the end of that quarter.
 
-A second process only sleeps and reads the clock. If it wakes up late as well, a late heartbeat is due to the machine.
+A second process only sleeps and reads the clock. If a heartbeat is late and this process wakes up late too, the machine
+was overloaded.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from tests.support.witness import Size
 JOBS: Final = 20
 HEARTBEAT_PERIOD_S: Final = 30.0
 TOLERANCE: Final = 1.0
-"""Number of seconds by which a heartbeat may be late."""
+"""How many seconds late a heartbeat may be."""
 
 GROWTH: Final = 1 << 20
-"""Number of bytes per hour by which the memory may grow after the first quarter of the run."""
+"""How many bytes per hour the memory may grow by after the first quarter of the run."""
 
 _NONSENSE: Final = tuple(message for message in BAD if b"[null]" not in message)
 """Malformed messages. An ``apply`` with null as its argument is not among them, because it would remove all jobs."""
@@ -85,7 +86,7 @@ FLOOD_LIMIT: Final = 200 << 20
 
 @dataclass
 class Record:
-    """Measurements of a run. All points in time are monotonic seconds."""
+    """Measurements from a run. All points in time are monotonic seconds."""
 
     begun_at: float
     until: float
@@ -150,9 +151,8 @@ class Record:
         return found
 
     def starved(self, begin: float, end: float) -> float:
-        """Return the longest delay in seconds with which the sleeping process woke up between ``begin`` and ``end``.
-
-        The delay shows how overloaded the machine was.
+        """Return the sleeping process's longest wake-up delay between ``begin`` and ``end``, in seconds. It shows how
+        overloaded the machine was.
         """
         return max((late for at, late in self.sleeper if begin <= at + late and at <= end), default=0.0)
 
@@ -211,7 +211,7 @@ class Record:
 
 
 class Soak:
-    """Runs the events of a profile on a test stand."""
+    """Exposes an agent to a profile's requests and faults."""
 
     def __init__(self, one: Stand, record: Record, seed: int) -> None:
         self._stand = one
@@ -233,9 +233,7 @@ class Soak:
         }
 
     async def run(self) -> None:
-        """Run until the end. Each event happens once in the first quarter, and after that at regular intervals of its
-        own.
-        """
+        """Run until the end. Each event happens once in the first quarter, and then at its own regular intervals."""
         record = self._record
         await self._do("agent killed", self._agent_killed)
         quarter = record.settled_at - time.monotonic()
@@ -397,8 +395,8 @@ class Load(Soak):
 
 
 async def _ask(one: Stand, record: Record) -> None:
-    """Send requests as a Director does during a deploy. Each second, these are a ping and several get_task, and every
-    tenth second (every second under load) also a get_state.
+    """Send requests as a Director does during a deploy: a ping and several get_task requests each second, and also a
+    get_state request every tenth second (under load, every second).
     """
     number = 0
     while True:
@@ -451,7 +449,7 @@ async def _sleeper(record: Record) -> None:
 
 
 async def soak(command: str, seconds: float, seed: int, profile: Profile = FAULTS) -> Record:
-    """Subject an agent to the events of a profile for ``seconds`` seconds, and return the measurements."""
+    """Expose an agent to a profile's requests and faults for ``seconds`` seconds, and return the measurements."""
     async with stand(command) as one:
         await one.boot()
         await one.deploy(profile.jobs, 5, 4 << 20)

@@ -1,5 +1,5 @@
-"""``./dev compare-release PATH…``: run each job of releases through the same lifecycle under both agents and list
-differences.
+"""``./dev compare-release PATH…``: run each job in the releases through the same lifecycle under both agents, and list
+the differences.
 
 PATH is a checkout of a release or its git directory. BOSH_AGENT and MONIT are the paths of the Go agent and monit
 5.2.5. If BPM is set to the path of the real bpm, and runc and tini are installed, the Go agent uses them. Needs root
@@ -44,7 +44,7 @@ TRIES: Final = 4
 not find in the previous run.
 """
 WITHOUT: Final = "-sys_time,-sys_boot,-sys_module,-sys_rawio,-syslog,-mac_admin,-mac_override,-audit_control"
-"""Capabilities that neither environment gets, so that scripts of releases cannot affect this machine."""
+"""Capabilities that neither environment gets, so that release scripts cannot affect this machine."""
 
 
 def main() -> int:
@@ -123,8 +123,9 @@ def main() -> int:
 
 @contextmanager
 def ending(pool: concurrent.futures.Executor) -> Iterator[None]:
-    """When the block is left, stop all running lifecycles and start no more. Otherwise, an interrupt would end the
-    block while lifecycles continue.
+    """On exit from the block, stop all running lifecycles and start no new ones.
+
+    Otherwise, an interrupt would end the block while lifecycles continue.
     """
     try:
         yield
@@ -134,8 +135,10 @@ def ending(pool: concurrent.futures.Executor) -> Iterator[None]:
 
 
 def compare(made: plan.Plan, cycle: int, kept: Path, again: Sequence[str] = ()) -> judge.Verdict:
-    """Run a job under both agents concurrently, and compare the results. monit checks the services every ``cycle``
-    seconds. If an earlier run has recorded both results, the job is not run again.
+    """Run a job under both agents concurrently, and compare the results.
+
+    monit checks the services every ``cycle`` seconds. If an earlier run has recorded both results, the job is not run
+    again.
     """
     if made.job.error:
         return judge.Verdict(made.job, not_rendered=made.job.error)
@@ -170,8 +173,10 @@ def compare(made: plan.Plan, cycle: int, kept: Path, again: Sequence[str] = ()) 
 
 
 def prove(made: plan.Plan, cycle: int, kept: Path, at_once: int) -> int:
-    """Compare each agent that is broken on purpose with the Go agent, with up to ``at_once`` lifecycles at the same
-    time. Return 0 if the comparison notices every break.
+    """Compare each agent that is broken on purpose with the Go agent, and return 0 if the comparison notices every
+    break.
+
+    Up to ``at_once`` lifecycles run at the same time.
     """
     silent = 0
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool, ending(pool):
@@ -209,8 +214,8 @@ def _only(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
 def _bpm(made: plan.Plan) -> dict[str, str]:
     """Return the paths of bpm, runc and tini by name.
 
-    Returns an empty dict if BPM is not set. The same applies to jobs with privileged processes, because the environment
-    cannot grant all capabilities.
+    Returns an empty dict if BPM is not set, or if the job has privileged processes, whose capabilities the environment
+    cannot all grant.
     """
     is_privileged = any((one.get("unsafe") or {}).get("privileged") for one in plan.processes(made.job))
     if not os.environ.get("BPM") or is_privileged:
@@ -219,7 +224,7 @@ def _bpm(made: plan.Plan) -> dict[str, str]:
 
 
 def remove_containers(cgroups: list[tuple[Path, Path]]) -> None:
-    """Remove the cgroups of containers that an environment has left behind, in all hierarchies."""
+    """Remove the container cgroups that an environment has left behind in any hierarchy."""
     for ours, top in cgroups[:1]:
         for place in top.parent.glob(f"*/{ours.name}"):
             for below in (*sorted(place.rglob("*/"), reverse=True), place):
@@ -237,8 +242,9 @@ def _keep_logs(kind: str, vcap: Path, place: Path) -> None:
 
 
 def live(kind: str, made: plan.Plan, cycle: int, place: Path, broken: breaks.Break | None = None) -> dict[str, Any]:
-    """Run the lifecycle under one agent and return the recorded phases. If ``broken`` is given, this agent is replaced
-    with a copy that is broken in that way.
+    """Run the lifecycle under one agent and return the recorded phases.
+
+    If ``broken`` is given, this agent is replaced with a copy that is broken in that way.
     """
     with tempfile.TemporaryDirectory(prefix="world-") as name:
         scratch = Path(name)

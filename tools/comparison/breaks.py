@@ -1,7 +1,8 @@
-"""Ways to break this agent on purpose: ``./dev compare-release --breaks`` checks that the comparison notices each.
+"""Ways to break this agent on purpose: ``./dev compare-release --breaks`` checks that the comparison notices each of
+them.
 
-The broken agent is a modified copy. If the text to be replaced is missing, an error is raised, so that no break is
-skipped silently.
+The broken agent is a modified copy. If the text to be replaced is missing, an error is raised, so that no defect
+is skipped silently.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MODEL: Final = Path(__file__).with_name("model")
 
 @dataclass(frozen=True)
 class Break:
-    """A break: ``old`` is replaced with ``new`` in one of the agent's files.
+    """A deliberate defect: ``old`` is replaced with ``new`` in one of the agent's files.
 
     ``shows`` is a regular expression for the difference that the comparison must find, in the form "phase: what".
     """
@@ -55,7 +56,7 @@ _REACT: Final = "await service.react(rule.action, complaint.word, finding.text)"
 
 
 def _without_script(name: str, phase: str, *trials: str) -> Break:
-    """Return a break that makes the agent skip one of the scripts without reporting an error."""
+    """Return a change that makes the agent skip one of the scripts without reporting an error."""
     new = f'if name != "{name}":\n        {_SCRIPTS}'
     return Break("actions/scripts.py", _SCRIPTS, new, rf"^{phase}: script {name}", trials)
 

@@ -1,4 +1,4 @@
-"""Compares the lifecycles of a job that were recorded under both agents."""
+"""Compares a job's lifecycles that were recorded under both agents."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tools.comparison.releases import Job
 
 @dataclass
 class Difference:
-    """A difference between the lifecycles of a job under the two agents.
+    """A difference between a job's lifecycles under the two agents.
 
-    ``line`` is the line in the release that causes the difference, and ``allowed`` the row of docs/monit-deviations.md
+    ``line`` is the line in the release that causes the difference, and ``allowed`` the row in docs/monit-deviations.md
     that permits it.
     """
 
@@ -36,7 +36,7 @@ class Difference:
     has_no_localhost: bool = False
     """Whether the job has removed ``localhost`` from the machine's ``/etc/hosts``."""
     is_process_1: bool = False
-    """Whether a script of the job writes 1 to a pidfile."""
+    """Whether one of the job's scripts writes 1 to a pidfile."""
     is_survivor: bool = False
     """Whether a process outlived a stop or a restart under the Go agent but not under this agent."""
     is_started_twice: bool = False
@@ -60,7 +60,7 @@ class Difference:
     """Whether monit refused to unmonitor a service under the Go agent, because a stop was still in progress."""
     starts_in_turn: bool = False
     """Whether the Director may see the services while monit is still starting them one by one, because it does not wait
-    for services outside the group vcap.
+    for services outside the ``vcap`` group.
     """
     is_pending: bool = False
     """Whether, under both agents, the phase ``monit restart`` ended before the restart was complete."""
@@ -82,7 +82,7 @@ class Verdict:
     not_rendered: str = ""
     not_played: str = ""
     is_busy: bool = False
-    """Whether the machine was too busy to tell why the job did not run."""
+    """Whether the machine was so busy that the reason why the job did not run is unclear."""
     differences: list[Difference] = field(default_factory=list)
     listed: list[Difference] = field(default_factory=list)
     has_process: bool = True
@@ -124,7 +124,8 @@ BPM_USAGE_AND_ERRORS: Final = re.compile(r"\nUsage:.*(\nError:)|(?<=parse job co
 to differ.
 """
 FIGURES: Final = ("cpu", "memory usage", "swap usage", "permission", "uid", "gid", "size", "timestamp")
-"""Lines of ``monit status`` whose values may differ for every job according to docs/monit-deviations.md."""
+"""Lines in the output of ``monit status`` whose values may differ for every job according to docs/monit-deviations.md.
+"""
 UNSTEADY_STATES: Final = 4
 """A process counts as unsteady after this many state changes without a request."""
 
@@ -185,11 +186,11 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         ),
     ),
     (
-        "a bpm process whose pidfile is emptied",
+        "a service that runs under bpm keeps failing once",
         lambda one: one.is_bpm and one.act in ("empty pidfile", "pidfile filled again"),
     ),
     (
-        "the count of a rule survives a restart",
+        "a rule's count survives a restart",
         lambda one: (
             (
                 one.act == "port closed"
@@ -227,7 +228,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         lambda one: one.is_process_1 and one.what.startswith(("monit status Process", "state processes")),
     ),
     (
-        "other processes of a dead service",
+        "when a service's main process has died",
         lambda one: one.act in DEATHS and one.what.endswith("SIGTERM") and not one.go,
     ),
     (
@@ -276,7 +277,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         ),
     ),
     (
-        "`Execution failed` stays until",
+        "`Execution failed` remains set until",
         lambda one: (
             one.has_failed_start
             and (one.go, one.shim) in (("failing", "running"), ("True", "False"))
@@ -284,12 +285,12 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
         ),
     ),
     (
-        "`monit monitor` for a service",
+        "`monit monitor` reports `Does not exist`",
         lambda one: one.phase == "monitor again" and "Does not exist" in one.go and not one.shim,
     ),
     ("a stop is refused while a start is pending", lambda one: one.act == "stop" and "errored" in one.go_answer),
 ]
-"""The beginning of each row of docs/monit-deviations.md, with a function that recognizes the differences it allows."""
+"""The beginning of each row in docs/monit-deviations.md, with a function that recognizes the differences it allows."""
 
 
 def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
@@ -348,7 +349,7 @@ def _is_left(life: Phases) -> bool:
 
 
 def _is_shorter_stop(go: Phases, shim: Phases, name: str) -> bool:
-    """Return True if the previous phase is a stop that ended at least a second earlier under monit."""
+    """Return True if the previous phase is a stop that took over a second less under monit than under this agent."""
     names = list(go)
     before = names[max(names.index(name) - 1, 0)] if name in names else ""
     took = [life.get(before, {}).get("seconds", 0.0) for life in (go, shim)]
@@ -356,9 +357,9 @@ def _is_shorter_stop(go: Phases, shim: Phases, name: str) -> bool:
 
 
 def _has_failed_start(life: Phases, one: Difference) -> bool:
-    """Return True if a start of the service has failed since the last stop although its process is running now.
+    """Return True if a start of the service has failed since the last stop, but the service's process is running now.
 
-    If the difference is about the state of the job, a failed start of any service counts.
+    If the difference is about the job's state, a failed start of any service counts.
     """
     names = list(life)
     until = names[: names.index(one.phase) + 1] if one.phase in names else []
@@ -373,8 +374,7 @@ def _has_failed_start(life: Phases, one: Difference) -> bool:
 
 
 def _starts_in_turn(life: Phases) -> bool:
-    """Return True if several services are outside the group vcap, and each of them has a process while the job is at
-    rest.
+    """Return True if several services outside the vcap group each have a process while the job is at rest.
 
     The Director does not wait for such services, because the job's state covers only the services in that group.
     """
@@ -417,7 +417,7 @@ def _obstacle(go: Phases, shim: Phases) -> str:
         states = ", ".join(f"{name} {states[-1]}" for name, states in go["start"]["states"].items())
         logs = go.get("rest", {}).get("texts", {}).get("logs", "")[-200:]
         return f"does not run in either environment: {states}: {logs}".replace("\n", " / ")
-    # Also check the processes, because the state of the job does not include services outside of the group vcap.
+    # Also check the processes, because the job's state does not include services outside the vcap group.
     if all("rest" in life and not _is_up(life["rest"]) for life in (go, shim)):
         logs = go["rest"]["texts"].get("logs", "")[-200:]
         return f"does not stay up in either environment: {logs}".replace("\n", " / ")
@@ -443,7 +443,7 @@ def lacks_a_process(lives: list[dict[str, Any]]) -> bool:
 def is_unsteady(lives: list[dict[str, Any]]) -> bool:
     """Return True if a process exited repeatedly although nothing was requested.
 
-    Its stand-in has then probably exited like a tool although it should have kept running.
+    In that case, its stand-in has probably exited like a tool although it should have kept running.
     """
     resting = [phase for life in lives for phase in life["phases"] if phase["name"] == "rest"]
     return any(len(states) >= UNSTEADY_STATES for phase in resting for states in phase["states"].values())
@@ -518,7 +518,7 @@ def _values(go: Phases, shim: Phases, kind: str) -> Iterator[Difference]:
             is_state = re.fullmatch(
                 r"job_state|number_of_processes|processes\[.*\]\.state", path
             )  # States are compared in each phase anyway.
-            is_new = name == "update: start" and path.endswith(".mem.kb")  # A new process may not have been loaded yet.
+            is_new = name == "update: start" and path.endswith(".mem.kb")  # A new process may still be growing.
             if not is_state and not is_new and not _are_alike(path, *values):
                 go_has, shim_has = (str(value) or "empty" for value in values)
                 yield Difference(name, f"value in {kind} {path}", go_has, shim_has)
@@ -529,7 +529,7 @@ def _state(life: Phases, name: str) -> dict[str, Any]:
 
 
 def _last_heartbeat(life: Phases) -> dict[str, Any]:
-    """Return the values of the last heartbeat after the apply."""
+    """Return the values in the last heartbeat after the apply."""
     found = [phase.get("values", {}).get("heartbeat") for name, phase in life.items() if name != "apply"]
     return dict(next((one for one in reversed(found) if one), {}))
 
@@ -570,11 +570,11 @@ def _runs_beside(go: Phases, shim: Phases, name: str, what: str) -> bool:
 
 
 def _starts_in_adjacent_phase(go: Phases, shim: Phases, name: str, what: str) -> bool:
-    """Return True if both runs started this program equally often in this phase and an adjacent one taken together. The
-    runs then differ only in the moment at which a process reported its start.
+    """Return True if both runs started this program equally often in this phase and an adjacent one taken together.
 
-    The first of the two phases must be a start phase, because a start program may wait before it executes its program.
-    For any other pair of phases, no process may have been replaced in either of them.
+    The runs then differ only in when a process reported its start. The first of the two phases must be a start phase,
+    because a start program may wait before it runs the service's program. Any other pair of phases is considered only
+    if no process was replaced in either phase.
     """
     program = what.removesuffix(" lives")
 
@@ -601,7 +601,7 @@ def _shapes(life: Phases, kind: str) -> set[str]:
 
 
 def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the name and value of everything in a phase that is compared."""
+    """Yield the name and value of each item that is compared in a phase."""
     name = phase["name"].rpartition(": ")[2]
     # Remove the reason for the failure, which only this agent adds.
     answer = re.sub(r"(Failed Jobs: [\w, -]+\.).*", r"\1", phase["value"], flags=re.DOTALL)
@@ -685,8 +685,9 @@ def _comparable_output(command: str, said: str) -> Iterator[tuple[str, str]]:
 
 
 def _line(job: Job, one: Difference) -> str:
-    """Return the line in the release that probably causes a difference, which is one that contains words of the
-    difference's description.
+    """Return the line in the release that probably causes a difference.
+
+    This is a line that contains words from the difference's description.
     """
     text = job.sources.get(f"jobs/{job.name}/monit", "")
     lines = text.splitlines()
@@ -716,7 +717,7 @@ def table(verdicts: list[Verdict]) -> str:
 
 
 def reasons(verdicts: list[Verdict]) -> str:
-    """Return a Markdown table of the rows in docs/monit-deviations.md, with the jobs and releases in which each row
+    """Return a Markdown table of the rows in docs/monit-deviations.md, with the jobs and releases to which each row
     applies.
     """
     rows = ["", "| row of the deviations | jobs | releases |", "|---|---|---|"]
@@ -730,6 +731,6 @@ def reasons(verdicts: list[Verdict]) -> str:
 
 
 def counts(verdicts: list[Verdict]) -> str:
-    """Return a paragraph with the number of jobs of each release that could be rendered."""
+    """Return a paragraph that says how many of each release's jobs could be rendered."""
     played = Counter(verdict.job.release.rpartition("/")[2] for verdict in verdicts if not verdict.not_rendered)
     return "\n" + ", ".join(f"{name} {count}" for name, count in sorted(played.items())) + "."

@@ -38,7 +38,7 @@ AGENT: Final = "instance"
 VCAP: Final = Path("/var/vcap")
 SCRATCH: Final = Path("/mnt")
 BPM: Final = SCRATCH / "bpm"
-"""Directory with the programs of the real bpm package. If it is missing, the stand-in tools/comparison/bpm.py is
+"""Directory with the real bpm package's programs. If it is missing, the stand-in tools/comparison/bpm.py is
 used.
 """
 BROKEN: Final = SCRATCH / "broken"
@@ -48,14 +48,14 @@ SETTINGS: Final = VCAP / "bosh/warden-cpi-agent-env.json"
 OBSERVER: Final = 59999
 LOOK_S: Final = 0.7
 LAST_LOOK_S: Final = 20
-"""Time limit in seconds for the get_state at the end of a phase, whose answer is compared."""
+"""Time limit in seconds for the get_state request at the end of a phase. Its answer is compared."""
 SCRIPT_LIMIT_S: Final = 240.0
 START_LIMIT_S: Final = 20
 START_LIMIT_CYCLES: Final = 8
 MONIT_TRIES: Final = 10
 USAGE_LIMIT_S: Final = 30
 FILES: Final = 1024
-"""Soft limit for open files that both agents inherit."""
+"""Soft limit on open files that both agents inherit."""
 
 ETC: Final = (
     *(
@@ -92,7 +92,7 @@ STAND_IN: Final = VCAP / "packages/stand_in"
 
 @dataclass
 class Phase:
-    """Observations from an action until the next one. Times are seconds since the action."""
+    """Observations between one action and the next. Times are seconds since the action."""
 
     name: str
     value: str = ""
@@ -119,13 +119,13 @@ class Phase:
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Values of the members in ``shapes``."""
     scripts: list[str] = field(default_factory=list)
-    """Scripts of the job that ran, with their arguments."""
+    """The job's scripts that ran, with their arguments."""
     contexts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """For each program, the different contexts that its processes inherited."""
 
 
 class ComparedAgent:
-    """The environment of one agent. ``cycle`` is the interval of monit's checks in seconds."""
+    """One agent's environment. ``cycle`` is the interval between monit's checks in seconds."""
 
     def __init__(self, plan: dict[str, Any], cycle: int) -> None:
         self.plan, self.cycle = plan, cycle
@@ -200,7 +200,7 @@ class GoWorld(ComparedAgent):
         job = self.plan["job"]
         for place in (VCAP / "data/jobs", *(VCAP / f"data{above}/{job}" for above in ("/sys/run", "/sys/log", ""))):
             subprocess.run(["chown", "-R", "root:vcap", str(place)], check=False)
-        # Install the real bpm again after each apply, which removes all packages that are not in the spec.
+        # Install the real bpm again after each apply, because an apply removes all packages that are not in the spec.
         if BPM.exists() and not (VCAP / "packages/bpm/bin/bpm").exists():
             shutil.copytree(BPM, VCAP / "data/packages/bpm/bin", dirs_exist_ok=True)
             (VCAP / "packages/bpm").unlink(missing_ok=True)
@@ -330,7 +330,7 @@ class Life:
             note(phase.states.setdefault(process["name"], []), process["state"])
 
     async def until(self, is_so: Callable[[], bool], seconds: float) -> bool:
-        """Wait until a condition is true, but at most this many seconds. Return whether it became true."""
+        """Wait until a condition is true, but for at most this many seconds. Return whether it became true."""
         give_up_at = time.monotonic() + seconds
         while not is_so():
             if time.monotonic() > give_up_at:
@@ -378,7 +378,7 @@ class Life:
     async def _ask(self, phase: Phase, commands: Sequence[str]) -> None:
         """Record the exit codes and outputs of commands.
 
-        bpm commands run only if the real bpm is used. Where they need the name of a process, the job's first process is
+        bpm commands run only if the real bpm is used. Where they need a process name, the job's first process is
         used.
         """
         named = {"job": self.plan["job"], "process": self.plan["bpm"]}
@@ -503,7 +503,7 @@ class Life:
             await self.settled(2)
 
     async def _rules(self, wanted: list[str]) -> None:
-        """Create the conditions for which rules about memory, CPU usage and changed files check."""
+        """Create the conditions that rules about memory, CPU usage and changed files check for."""
         if "usage" in wanted and self.plan["usage"]:
             busy = STAND_IN / "busy"
             async with self.phase("usage"):
@@ -524,7 +524,7 @@ class Life:
                 await self.settled(self.plan["cycles"] + 2.5)
 
     def _has_matched(self) -> bool:
-        """Return True if each service with a rule about memory or CPU usage has been in the state ``failing`` during
+        """Return True if each service with a rule about memory or CPU usage has been in the ``failing`` state during
         this phase.
         """
         return all("failing" in self.now.states.get(name, []) for name in self.plan["usage"])
@@ -575,14 +575,14 @@ class Life:
 
     async def _stop(self, about: str) -> Phase:
         async with self.phase(f"{about}stop") as phase:
-            limit = 2 * SCRIPT_LIMIT_S + 6 * self.cycle  # A stop waits for the stop programs of all services.
+            limit = 2 * SCRIPT_LIMIT_S + 6 * self.cycle  # A stop waits for all services' stop programs.
             phase.value = str(await asyncio.wait_for(self.director.run(AGENT, "stop"), limit))
         phase.texts["processes"] = "\n".join(sorted(stand_ins()))
         return phase
 
 
 def shape(value: Any, path: str = "") -> set[str]:
-    """Return the paths of all members of a document with their types. All elements of a list have the same path."""
+    """Return the paths of all members in a document with their types. All elements of a list have the same path."""
     if isinstance(value, dict):
         return {one for name, member in value.items() for one in shape(member, f"{path}.{name}".lstrip("."))}
     if isinstance(value, list):
@@ -591,7 +591,7 @@ def shape(value: Any, path: str = "") -> set[str]:
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Return the values of a document by path. A list element is identified by its name or, if it has none, by its
+    """Return a document's values by path. A list element is identified by its name or, if it has none, by its
     index.
     """
     if isinstance(value, dict) and value:
@@ -753,7 +753,7 @@ def settle_in(programs: list[str]) -> None:
         (VCAP / name).mkdir(parents=True, exist_ok=True)
     (VCAP / "sys").symlink_to("data/sys")
     (VCAP / "instance/health.json").write_text('{"state":"running"}')
-    group = 1000  # The gid of vcap.
+    group = 1000  # vcap's gid.
     for name in ("data/sys/run", "data/sys/log", "data/sys"):
         os.chown(VCAP / name, 0, group)
     for name in ("run", "log"):

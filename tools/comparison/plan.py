@@ -1,4 +1,4 @@
-"""Determine, from the files of a job, which programs of packages its lifecycle needs."""
+"""Determines from a job's files which programs from its packages are needed to run its lifecycle."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class MonitCheck:
 
 @dataclass
 class Plan:
-    """Everything that is needed to run the lifecycle of a job."""
+    """Everything that is needed to run a job's lifecycle."""
 
     job: Job
     services: list[MonitCheck]
@@ -83,12 +83,12 @@ class Plan:
     """Whether scripts continue after errors, in both environments."""
 
     acts: tuple[tuple[str, str], ...] = ()
-    """Names and shell commands of additional phases after the job is at rest."""
+    """Names and shell commands of the phases to add once the job has come to rest."""
     trials: tuple[str, ...] = TRIALS
 
     @property
     def slow(self) -> list[str]:
-        """Return the command lines of start programs that are shell scripts of the job."""
+        """Return the command lines of start programs that run one of the job's shell scripts."""
         commands = re.findall(
             r"/var/vcap/jobs/[^\"']+", "\n".join(found[2] for found in _START.finditer(self.job.monit))
         )
@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def second(self) -> dict[str, str]:
-        """Return the files of the job's second version, in which start programs have short timeouts."""
+        """Return the files in the job's second version, in which start programs have short timeouts."""
         short = rf"\1\2\3 with timeout {SLOW_TIMEOUT_S} seconds"
         texts = self.job.files.items()
         return {path: _START.sub(short, text) if _is_monit(path) else text for path, text in texts}
@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def cycles(self) -> int:
-        """Return the largest number of cycles for which a rule in the monit file counts failures, but at most 15."""
+        """Return the longest period, in cycles, over which a rule in the monit file counts failures, up to 15."""
         return min(max([int(found) for found in _CYCLES.findall(self.job.monit)] or [1]), 15)
 
     @property
@@ -187,7 +187,7 @@ def _hook(name: str) -> str:
 
 
 def told(path: str, text: str) -> str:
-    """Return a shell script of the job with an added first line that reports when it is run.
+    """Return one of the job's shell scripts with an added first line that reports when it is run.
 
     The text of any other file is returned unchanged.
     """
@@ -207,14 +207,15 @@ def _with_reachable_limits(text: str) -> str:
     def limit(found: re.Match[str]) -> str:
         if found[2].lower() == "cpu":
             return f"{found[1]}2%"  # Percent of all CPUs, as in monit.
-        # One percent, the smallest percentage, would be too much on a machine with much memory.
+        # Use an absolute size, because even 1 %, the smallest percentage, is more than a stand-in can use on a large
+        # machine.
         return f"{found[1]}60 MB"
 
     return _USAGE.sub(limit, text)
 
 
 def _without_other_jobs(path: str, text: str, known: set[str]) -> str:
-    """If a file is a monit file, remove dependencies on services of other jobs, because those are not deployed here.
+    """If a file is a monit file, remove dependencies on other jobs' services, because those are not deployed here.
 
     ``set daemon`` is removed as well, because monit applies it to the whole machine.
     """
@@ -240,7 +241,7 @@ def _is_preinstalled(word: str) -> bool:
 
 @functools.cache
 def _base() -> frozenset[str]:
-    """Return the names of programs in a minimal Debian. The result is empty on systems other than Debian."""
+    """Return the names of programs in a minimal Debian system. The result is empty on systems other than Debian."""
     try:
         shown = ["dpkg-query", "-W", "-f", "${Priority}\\t${db-fsys:Files}\\n\\n"]
         listed = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
@@ -261,7 +262,9 @@ def _within_limits(text: str) -> str:
 
 
 def _within_capabilities(text: str) -> str:
-    """Remove capabilities from a bpm.yml that this machine cannot grant, because runc would not start the process."""
+    """Remove from a bpm.yml the capabilities that this machine cannot grant. With them, runc would not start the
+    process.
+    """
     document = yaml.safe_load(text)
     bounds = re.search(r"CapBnd:\s*(\w+)", Path("/proc/self/status").read_text())
     held = int(bounds[1], 16) if bounds else 0
@@ -274,9 +277,9 @@ def _within_capabilities(text: str) -> str:
 def learn(made: Plan, said: str, called: Sequence[str]) -> bool:
     """Change the plan after a run in which the job did not stay up. Return False if there is nothing else to try.
 
-    Whatever the scripts did not find, according to their logs ``said``, gets a stand-in. ``called`` are the stand-ins
-    that start programs ran as tools; the last of them must keep running in the next run. If neither step changes the
-    plan, scripts continue after errors from then on.
+    Everything that the scripts did not find, according to their logs (``said``), gets a stand-in. ``called`` are the
+    stand-ins that start programs ran as tools. The last of them must keep running in the next run. If neither step
+    changes the plan, scripts continue after errors from then on.
     """
     found = learn_paths(made, said)
     new = [name for name in called if name not in (*made.lives, *NEVER_LIVE)][-1:]

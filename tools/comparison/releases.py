@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Final
 
 ADDRESS: Final = "10.244.0.5"
-"""IP address of the instance in networks and links."""
+"""The instance's IP address in networks and links."""
 
 RENDER_TIMEOUT_S: Final = 120
 MAX_FILE_BYTES: Final = 1 << 20
 LINK_MODE: Final = "120000"
-"""Mode with which git records symbolic links."""
+"""The mode that git records for symbolic links."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Job:
 
     @property
     def monit(self) -> str:
-        """Return the text of all monit files of the job."""
+        """Return the combined text of the job's monit files."""
         return "\n".join(
             text for path, text in sorted(self.files.items()) if path == "monit" or path.endswith(".monit")
         )
@@ -50,8 +50,8 @@ class Checkout:
 
     path: Path
     _places: dict[str, str] = field(default_factory=dict)
-    """Maps each path to the path at which its content is stored, which is another one for files that are reached
-    through symbolic links.
+    """Maps each path to the path at which its content is stored. The two differ for files that are reached through
+    symbolic links.
     """
 
     @property

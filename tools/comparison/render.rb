@@ -1,4 +1,4 @@
-# Renders the jobs of a release as a Director does. Reads a JSON document from standard input and writes another document:
+# Renders a release's jobs as a Director does. Reads a JSON document from standard input and writes another document:
 # {jobs: [{name, spec, templates: {path: text}}], values: {job: {property: value}}, address, pem, key}
 #   -> [{name, files: {path: text}, guessed: [name], error}]
 require 'erb'

@@ -1,4 +1,4 @@
-"""Run this project's agent. The first argument is the interval in seconds at which its supervisor checks services."""
+"""Runs this project's agent. The first argument is the interval in seconds at which its supervisor checks services."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 return 0 2>/dev/null
 """
 
-# This program replaces every program of a package. Depending on how it was started, it keeps running, forks and writes
+# This program replaces every program in a package. Depending on how it was started, it keeps running, forks and writes
 # its pidfile, or exits immediately like a tool. It reads plan.json, which tools/comparison/plan.py writes. The text
 # above is valid for shells as well, so that a script can source this file without effect.
 import json
@@ -33,8 +33,9 @@ def say(event: str, name: str = "") -> None:
 
 
 def context() -> dict[str, Any]:
-    """Return everything that this process has inherited. The environment is read from the kernel, because Python may
-    have added LC_CTYPE to its own copy.
+    """Return everything that this process has inherited.
+
+    The environment is read from the kernel, because Python may have added LC_CTYPE to its own copy.
     """
     with open("/proc/self/environ", "rb") as file:
         entries = [entry.partition("=") for entry in os.fsdecode(file.read()).split("\0") if entry]
@@ -187,7 +188,7 @@ def looked_up(words: str, text: str) -> str:
 
 
 class Ports:
-    """The listening sockets of a service. They are closed as long as the file ``closed`` exists."""
+    """A service's listening sockets. They are closed as long as the ``closed`` file exists."""
 
     def __init__(self, wanted: list[Any]) -> None:
         self.wanted = wanted

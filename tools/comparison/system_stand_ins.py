@@ -1,6 +1,6 @@
 """Stand-ins for stemcell programs that this machine lacks, or that would change this machine.
 
-They are mounted over ``/usr`` in the environment of each agent.
+They are mounted over ``/usr`` in each agent's environment.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""BOSH releases of this project: one with the Kubernetes CPI, and one that replaces monit."""
+"""This project's BOSH releases: one with the Kubernetes CPI, and one that replaces monit."""

@@ -1,7 +1,7 @@
 """``./dev monit-release`` builds a BOSH release that replaces monit with the supervisor, for ``bosh upload-release``.
 
-The release's job ``agent_shim_monit`` is an addon without processes. Its pre-start script replaces monit, and removing
-the job restores monit (docs/monit.md). The job ``bpm`` is for operators who also want this project's bpm. The package
+The release's ``agent_shim_monit`` job is an addon without processes. Its pre-start script replaces monit, and removing
+the job restores monit (docs/monit.md). The ``bpm`` job is for operators who also want this project's bpm. The package
 is built in the same way as the CPI's (``release``).
 """
 
@@ -25,7 +25,7 @@ PROPERTIES: Final = {
 
 
 def release(version: str, out: Path) -> Path:
-    """Build the tarball of the release in ``out`` and return its path."""
+    """Build the release tarball in ``out`` and return its path."""
     jobs = {JOB: files_of_job(JOB, TEMPLATES, PROPERTIES), "bpm": files_of_job("bpm", {"bpm": "bin/bpm"}, {}, JOB)}
     return write(out, NAME, version, jobs, lambda content: package_tree(content, JOB, "runtime.lock", "agent_shim"))
 

@@ -1,7 +1,7 @@
 """``./dev cpi-release`` builds a BOSH release with the CPI, for ``bosh upload-release`` and ``bosh create-env``.
 
-The properties of the release's job ``kubernetes_cpi`` are generated from the types of the CPI's configuration. The
-package contains an interpreter, the libraries of requirements/cpi.lock and the program. Everything is already compiled,
+The properties of the release's ``kubernetes_cpi`` job are generated from the CPI's configuration types. The
+package contains an interpreter, the libraries in requirements/cpi.lock and the program. Everything is already compiled,
 so the packaging script only copies files.
 
 The interpreter is a copy of the running one, so VMs need the same architecture and the same or a newer glibc. The same
@@ -39,15 +39,15 @@ NAME: Final = "bosh-kubernetes-cpi"
 JOB: Final = "kubernetes_cpi"
 TEMPLATES: Final = {"cpi.erb": "bin/cpi", "cpi.json.erb": "config/cpi.json"}
 OF_DEPLOYMENTS: Final[Mapping[str, dict[str, Any]]] = {
-    "agent.mbus": {"description": "Address of the message bus, where `kubernetes_cpi.agent.mbus` is empty."},
-    "ntp": {"description": "Time servers, where `kubernetes_cpi.agent.ntp` is empty."},
+    "agent.mbus": {"description": "The message bus address. It is used if `kubernetes_cpi.agent.mbus` is empty."},
+    "ntp": {"description": "The time servers. They are used if `kubernetes_cpi.agent.ntp` is empty."},
     "blobstore.provider": {
-        "description": "`local` in `bosh create-env`, where `kubernetes_cpi.agent.blobstore` is empty."
+        "description": "The blobstore type (`local` in `bosh create-env`). "
+        "It is used if `kubernetes_cpi.agent.blobstore` is empty."
     },
-    "blobstore.path": {"description": "Directory of that blobstore, in the VM."},
+    "blobstore.path": {"description": "The local blobstore's directory in the VM."},
 }
-"""Properties that have the same names in the jobs of all CPIs. Deployment manifests such as those of bosh-deployment
-set them.
+"""Properties that have the same names in every CPI's job. Deployment manifests such as bosh-deployment's set them.
 """
 
 
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def command(name: str, description: str, build: Callable[[str, Path], Path]) -> int:
-    """Run ``./dev NAME``, which builds a release with the function ``build``. Return the exit code."""
+    """Run ``./dev NAME``, which builds a release with the ``build`` function. Return the exit code."""
     parser = argparse.ArgumentParser(prog=f"./dev {name}", description=description)
     parser.add_argument(
         "--version", default=semantic_version(), help="version of the release (default: that of the project)"
@@ -76,16 +76,14 @@ def command(name: str, description: str, build: Callable[[str, Path], Path]) -> 
 
 
 def release(version: str, out: Path) -> Path:
-    """Build the tarball of the release in ``out`` and return its path."""
+    """Build the release tarball in ``out`` and return its path."""
     return write(out, NAME, version, {JOB: job_files()}, lambda content: package_tree(content, JOB, "cpi.lock", JOB))
 
 
 def write(
     out: Path, name: str, version: str, jobs: Mapping[str, Iterable[Member]], make_package: Callable[[Path], None]
 ) -> Path:
-    """Build a release with these jobs and one package, which is named after the first job. Return the path of the
-    tarball.
-    """
+    """Build a release with these jobs and one package, named after the first job. Return the tarball's path."""
     job = next(iter(jobs))
     with tempfile.TemporaryDirectory() as scratch:
         content = Path(scratch)
@@ -123,7 +121,7 @@ def write(
 
 
 def properties() -> dict[str, dict[str, Any]]:
-    """Return the properties of the job with their descriptions and defaults."""
+    """Return the job's properties with their descriptions and defaults."""
     rows = {key: text for key, _, _, text in schema.rows(Config)}
     leaves = [key for key in rows if not any(other.startswith(f"{key}.") for other in rows)]
     found = {
@@ -140,7 +138,7 @@ def job_files() -> Iterator[Member]:
 def files_of_job(
     name: str, templates: Mapping[str, str], known: Mapping[str, dict[str, Any]], package: str = ""
 ) -> Iterator[Member]:
-    """Yield the files of a job without processes. The job uses the package named ``package``, by default the one with
+    """Yield the files for a job without processes. The job uses the package named ``package``, by default the one with
     the job's own name.
     """
     where = HERE / "jobs" / name
@@ -155,7 +153,7 @@ def files_of_job(
 
 
 def package_tree(target: Path, name: str, lock: str, program: str) -> None:
-    """Create the files of a package: ``packaging``, and ``python`` with the interpreter, a program and the libraries in
+    """Create a package's files: ``packaging``, and ``python`` with the interpreter, a program and the libraries in
     a lock file.
     """
     shutil.copy(HERE / "packages" / name / "packaging", target / "packaging")
@@ -167,8 +165,8 @@ def package_tree(target: Path, name: str, lock: str, program: str) -> None:
     if sysconfig.get_config_var("Py_ENABLE_SHARED") and shared.exists():
         shutil.copy(shared, python / "lib")
         _set_library_path(python / "bin", shared.parent)
-    # Install the libraries next to the standard library, because every Python build searches that directory, even after
-    # it was moved.
+    # Install the libraries next to the standard library, because every Python build searches that directory, even if
+    # the build has been moved.
     library = python / "lib" / Path(sysconfig.get_path("stdlib")).name
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
     pinned = ["--require-hashes", "--only-binary=:all:", "--requirement", str(ROOT / "requirements" / lock)]
@@ -238,7 +236,7 @@ def tarball(files: Iterable[tuple[str, bytes | str, int]], level: int = 6) -> by
 
 
 def _entry(name: str, content: bytes) -> dict[str, Any]:
-    """Return the manifest entry of a job or package. The digest of its content is also its version and fingerprint."""
+    """Return the manifest entry for a job or package. The digest of its content is also its version and fingerprint."""
     digest = hashlib.sha256(content).hexdigest()
     return {"name": name, "version": digest, "fingerprint": digest, "sha1": f"sha256:{digest}"}
 

@@ -47,9 +47,7 @@ class Release:
     epoch: str
 
     def wheel(self) -> None:
-        """Build the source distribution and a wheel for each architecture, because wheels contain the compiled
-        keeper.
-        """
+        """Build the source distribution, and a wheel for each architecture. Wheels contain the compiled keeper."""
         build = (sys.executable, "-m", "hatchling", "build", "-d", str(self.out), "-t")
         self._run(*build, "sdist")
         for machine, architecture in OWN.items():
@@ -57,7 +55,7 @@ class Release:
                 self._run(*build, "wheel", AGENT_SHIM_MACHINE=machine)
 
     def cpi(self) -> None:
-        """Build the BOSH release of the Kubernetes CPI."""
+        """Build the Kubernetes CPI's BOSH release."""
         self._run(sys.executable, "-m", "tools.cpi_release.release", "--out", str(self.out))
 
     def images(self) -> None:
@@ -92,7 +90,7 @@ class Release:
             self._run(*program, "--light", "--os", system, "--image", reference)
 
     def sboms(self) -> None:
-        """Write CycloneDX SBOMs of the wheel, the CPI and each image."""
+        """Write CycloneDX SBOMs for the wheel, the CPI and each image."""
         listing = [sys.executable, str(ROOT / "stemcell_overlay/sbom.py")]
         for name, lock in LOCKS.items():
             text = self._output(*listing, "--name", name, "--lock", str(ROOT / f"requirements/{lock}.lock"))
@@ -103,7 +101,7 @@ class Release:
             self.archive(architecture).with_suffix(".cdx.json").write_text(text)
 
     def notes(self) -> None:
-        """Write the release notes of this version."""
+        """Write this version's release notes."""
         text = texts.notes((ROOT / "CHANGELOG.md").read_text(), self.version)
         (self.out / f"agent-shim-{self.version}-notes.md").write_text(text)
 

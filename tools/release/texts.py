@@ -1,4 +1,4 @@
-"""The texts of a release: notes, checksums and sizes. These functions write no files."""
+"""A release's texts: notes, checksums and sizes. These functions write no files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _CHUNK: Final = 1 << 20
 
 
 def notes(changelog: str, version: str) -> str:
-    """Return the section of a version in CHANGELOG.md, or *Unreleased* for a version between releases.
+    """Return a version's section in CHANGELOG.md, or *Unreleased* for a version between releases.
 
-    Raises ``ValueError`` if the section is missing, or if there are unreleased changes besides those of the version.
+    Raises ``ValueError`` if the section is missing, or if there are unreleased changes in addition to that version's.
     """
     sections = re.split(r"^## ", changelog, flags=re.MULTILINE)[1:]
     found = {one.partition("\n")[0].strip(): one.partition("\n")[2].strip() for one in sections}
@@ -29,7 +29,7 @@ def notes(changelog: str, version: str) -> str:
 
 
 def digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
+    """Return a file's SHA-256."""
     found = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -38,12 +38,12 @@ def digest(path: Path) -> str:
 
 
 def sums(directory: Path) -> str:
-    """Return the checksums of all files in a directory in the format of ``sha256sum``, sorted by name."""
+    """Return the checksums of all files in a directory in ``sha256sum`` format, sorted by name."""
     return "".join(f"{digest(path)}  {path.name}\n" for path in _files(directory))
 
 
 def sizes(directory: Path) -> str:
-    """Return a table of the sizes and names of all files in a directory."""
+    """Return a table with the size and name of each file in a directory."""
     return "".join(f"{path.stat().st_size / 1e6:9.2f} MB  {path.name}\n" for path in _files(directory))
 
 

@@ -2,7 +2,7 @@
 with.
 
 Needs docker or podman, kubectl, git and the bosh CLI, and access to registries, bosh.io and GitHub. If kind is
-installed, it provides the node. Otherwise, the node of ``./dev test-kubernetes`` is used, which requires root.
+installed, it provides the node. Otherwise, the ``./dev test-kubernetes`` node is used, which requires root.
 docs/try-kubernetes.md describes each step and what to try.
 
 If a step fails, the next run continues with that step. The state is in .try-kubernetes, and --remove removes
@@ -56,7 +56,7 @@ docs/try-kubernetes.md tells more. `./dev try-kubernetes --remove` takes everyth
 
 @dataclass
 class Trial:
-    """The steps of the trial. Each can be repeated and keeps what an earlier run has created."""
+    """The trial's steps. Each can be repeated and keeps what an earlier run has created."""
 
     runner: Runner
     node: nodes.Node
@@ -92,7 +92,7 @@ class Trial:
         return self._compiled()["line"]
 
     def account(self) -> None:
-        """Create the namespace and the service account of the CPI."""
+        """Create the CPI's namespace and service account."""
         for place in ("privileged", "cluster-reader"):
             self.runner.kubectl("apply", "-k", f"deploy/cpi/{place}")
 

@@ -1,4 +1,4 @@
-"""Kubernetes nodes for the trial: a kind node, or the node of ``./dev test-kubernetes`` in its own namespaces."""
+"""Kubernetes nodes for the trial: a kind node, or the ``./dev test-kubernetes`` node in its own namespaces."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CONTAINER: Final = f"{NAME}-control-plane"
 IMAGE: Final = "localhost/agent-shim/trial:latest"
 BASE: Final = "ghcr.io/cloudfoundry/ubuntu-{line}-stemcell:latest"
 START_S: Final = 3600.0
-"""Time limit in seconds for starting the node of the tests. Its first start also builds Kubernetes."""
+"""Time limit in seconds for starting the ``./dev test-kubernetes`` node. Its first start also builds Kubernetes."""
 STOP_S: Final = 60.0
 
 
 class Node(Protocol):
-    """A node that has the agent's image and publishes the ports of the Director's pod on its address."""
+    """A node that has the agent's image and publishes the Director pod's ports at the node's address."""
 
     @property
     def address(self) -> str:
@@ -37,10 +37,10 @@ class Node(Protocol):
         """
 
     def enter(self) -> None:
-        """Prepare the runner for commands that use the node, which must be running."""
+        """Prepare the runner for commands that use the node. The node must be running."""
 
     def digest(self) -> str:
-        """Return the digest of the image ``localhost/agent-shim`` on the node."""
+        """Return the digest of the ``localhost/agent-shim`` image on the node."""
 
     def remove(self) -> None:
         """Remove the node and everything that runs on it. Do nothing if it does not exist."""
@@ -54,15 +54,16 @@ def require(*programs: str) -> None:
 
 
 def chosen(runner: Runner, wanted: str | None) -> Node:
-    """Return the node that was requested, or else the one that an earlier run has started. If there is neither, return
-    a kind node if kind is installed, otherwise the node of ``./dev test-kubernetes``.
+    """Return the node that was requested, or else the one that an earlier run has started.
+
+    If there is neither, return a kind node if kind is installed, and otherwise the ``./dev test-kubernetes`` node.
     """
     kind = wanted or ("own" if (runner.state / "own").exists() or shutil.which("kind") is None else "kind")
     return KindNode(runner) if kind == "kind" else Own(runner)
 
 
 class KindNode:
-    """A node created by kind in a container of docker or podman."""
+    """A node that kind creates in a docker or podman container."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -108,7 +109,7 @@ class KindNode:
 
 
 class Own:
-    """The node of ``./dev test-kubernetes``, which a background process keeps running. Only root can start it.
+    """The ``./dev test-kubernetes`` node, which a background process keeps running. Only root can start it.
 
     Its agent image is based on Debian instead of Ubuntu, because the node has no access to a registry.
     """

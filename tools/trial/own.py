@@ -1,4 +1,4 @@
-"""``python -m tools.trial.own DIRECTORY``: run a Kubernetes node until DIRECTORY contains a file ``stop``."""
+"""``python -m tools.trial.own DIRECTORY``: run a Kubernetes node until DIRECTORY contains a file named ``stop``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT = {"storageclass.kubernetes.io/is-default-class": "true"}
 
 
 def main(where: Path) -> int:
-    """Start the node in new namespaces, write ``node.json``, and wait for the file ``stop``. Return the exit code."""
+    """Start the node in new namespaces, write ``node.json``, and wait for the ``stop`` file. Return the exit code."""
     if nodes.NODE not in os.environ:
         return run_as_node([sys.executable, "-m", "tools.trial.own", str(where)])
     node = nodes.FirstNode(nodes.here())

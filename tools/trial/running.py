@@ -1,4 +1,4 @@
-"""Run the commands of the trial, all with the same environment variables."""
+"""Runs the trial's commands, all with the same environment variables."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 
 class FailedError(Exception):
-    """A step of the trial failed. The message has the form ``cannot X: why``."""
+    """A trial step failed. The message has the form ``cannot X: why``."""
 
 
 @dataclass
 class Runner:
     """Runs commands and prints them with their output.
 
-    ``inside`` is a command prefix that enters the namespaces of the node.
+    ``inside`` is a command prefix that enters the node's namespaces.
     """
 
     state: Path
