@@ -1,1 +1,1 @@
-"""Process supervision in place of monit: reads monit files, and starts, watches, restarts and stops processes."""
+"""Supervision in place of monit: reading monit files, and starting, watching, restarting and stopping job processes."""

@@ -52,7 +52,7 @@ QUIT_TIMEOUT_S: Final = 2.0
 DEFAULT_OPEN_FILES: Final = 524288
 """The limit on open files that bpm's wrapper requests if bpm.yml sets none (``jobs/bpm/templates/bpm``)."""
 MAX_PIDFILE_DELAY_S: Final = 5.0
-"""Maximum seconds between the start of a process and the writing of its pidfile."""
+"""A pidfile is written at most this many seconds after its process was started."""
 
 TEMPORARY: Final = ("/tmp", "/var/tmp")  # noqa: S108 - jobs share these without a mount namespace
 SCRATCH: Final = ("/dev", "/proc", *TEMPORARY)
@@ -81,8 +81,8 @@ class MemoryKill(msgspec.Struct, frozen=True):
 
 
 class BpmProcess:
-    """A process defined in bpm.yml, whether it is running or not, with its files, its cgroups and the agent's state for
-    it.
+    """A process defined in bpm.yml, whether it is running or not, with its files, its cgroups and the state that the
+    agent keeps for it.
     """
 
     def __init__(self, paths: Paths, job: str, name: str) -> None:
@@ -133,7 +133,7 @@ class Bpm:
         """The unknown keys that have already been logged, by file."""
 
     def _entry(self, job: str, name: str) -> BpmProcess:
-        # Add the entry in one atomic step, because threads look up entries too.
+        # Add the entry atomically, because other threads look up entries too.
         return self._entries.get((job, name)) or self._entries.setdefault(
             (job, name), BpmProcess(self._paths, job, name)
         )
@@ -176,7 +176,7 @@ class Bpm:
         keepers = self._programs.keepers
         if pidfile is None or found is None or not found.is_alive or found.pid in (1, os.getpid()):
             return None
-        if found.pid in keepers.pids:  # the pid of an old pidfile has been reused
+        if found.pid in keepers.pids:  # the pid in an old pidfile now belongs to a keeper
             return None
         if owner := keepers.owner(found.identity):
             return found.identity if owner == entry.label else None
@@ -226,7 +226,7 @@ class Bpm:
 
     async def stop(self, call: BpmCall, by: float = float("inf")) -> None:
         """Stop the process: send the shutdown signal, then QUIT, then KILL no later than the monotonic time ``by``.
-        Also terminate what is left of its process tree, and remove the pidfile.
+        Also terminate the rest of its process tree, and remove the pidfile.
         """
         async with self._exclusively(call, "stop"):
             signal_name = "TERM"
@@ -272,8 +272,8 @@ class Bpm:
 
     @contextlib.asynccontextmanager
     async def _exclusively(self, call: BpmCall, verb: str) -> AsyncIterator[None]:
-        """Exclude other operations on the process during the block. Write a line to bpm's log when the block starts,
-        fails and ends.
+        """Prevent other operations on the process while the block runs. Write a line to bpm's log when the block
+        starts, and when it fails or ends.
         """
         async with self._entry(call.job, call.process).turn:
             await asyncio.to_thread(self._note, call, f"{verb}.starting")
@@ -352,7 +352,7 @@ class Bpm:
     # --- execution ----------------------------------------------------------------------------------------------------
 
     def order(self, job: str, wanted: bpm.ProcessConfig, isolation: sandbox.Isolation) -> sandbox_exec.ExecSpec:
-        """Build the exec spec of a process and create its cgroups. Raises ``HostError``."""
+        """Build a process's exec spec and create its cgroups. Raises ``HostError``."""
         from agent_shim.host import sandbox
 
         is_root = os.geteuid() == 0
@@ -392,8 +392,8 @@ class Bpm:
         )
 
     async def shell_order(self, job: str, wanted: bpm.ProcessConfig) -> sandbox_exec.ExecSpec:
-        """Build the exec spec of a shell in the namespaces of a running process. Raises ``HostError`` if the process is
-        not running.
+        """Build the exec spec for a shell in a running process's namespaces. Raises ``HostError`` if the process is not
+        running.
         """
         isolation = await self.isolation()
         found = await asyncio.to_thread(self.find, job, wanted.name)
@@ -418,7 +418,7 @@ class Bpm:
         """Return a bind mount for each path that the process may access. ``is_apart`` is True if the process gets its
         own root file system.
 
-        If a path occurs several times, the first entry counts. A volume can therefore not extend the access to a path
+        If a path occurs several times, the first entry counts. Therefore, a volume cannot extend the access to a path
         that bpm restricts.
         """
         from agent_shim.host import sandbox
@@ -426,13 +426,13 @@ class Bpm:
         paths, bind = self._paths, sandbox.bind_mount
         temporary = str(paths.data / job / "tmp")
         found = [bind(each, run=True) for each in sandbox.SYSTEM]
-        # bosh-dns reads the instance's DNS records and health. The real bpm hides this directory, but it contains no
-        # secrets.
+        # bosh-dns reads the DNS records and the instance's health in ``paths.instance``. The real bpm hides that
+        # directory, but it contains no secrets.
         found += [bind("/sys"), bind(str(paths.instance))]
         if not is_apart:
             found += [bind(each, write=True) for each in SCRATCH]
-            # These mounts reveal the names of other jobs, but they are necessary, because bosh-dns reads the files of
-            # each job and exits if it cannot.
+            # These mounts reveal the names of other jobs, but they are necessary, because bosh-dns reads each job's
+            # files and exits if it cannot.
             found += [bind(str(each)) for each in paths.jobs.glob("*/.bosh")]
         elif paths.is_system:
             found += [bind(each, source=temporary, write=True) for each in TEMPORARY]
@@ -450,7 +450,7 @@ class Bpm:
         free = [each for each in unrestricted if not any(f"{each.path}/".startswith(f"{path}/") for path in given)]
         for volume in (*wanted.additional_volumes, *free):
             found.append(bind(volume.path, write=volume.writable, run=volume.allow_executions, shared=volume.shared))
-        if is_apart and not paths.is_system:  # releases refer to the tree at /var/vcap
+        if is_apart and not paths.is_system:  # releases use paths in /var/vcap
             inside = [each for each in found if Path(each["path"]).is_relative_to(paths.base)]
             found += [{**each, "path": str(VCAP / Path(each["path"]).relative_to(paths.base))} for each in inside]
         return list({each["path"]: each for each in reversed(found)}.values())
@@ -470,8 +470,8 @@ class Bpm:
         if hog := self._killed_by_kernel(entry):
             self._hogs.append(hog)
         entry.cgroup.remove()
-        # If a cgroup could not be removed, the next process uses it, and its counter of kills is not reset. Remember
-        # the present count, so that earlier kills are not attributed to that process.
+        # If the cgroup could not be removed, the next process uses it, and the kernel does not reset its OOM counter.
+        # Remember the current count, so that earlier kills are not attributed to that process.
         with self._counting:
             entry.oom_kills = (entry.cgroup.memory() or (0, 0))[0]
 
@@ -485,7 +485,7 @@ class Bpm:
         return MemoryKill(entry.job, entry.name, peak, self._memory_limit(entry))
 
     def _make_directories(self, entry: BpmProcess, wanted: bpm.ProcessConfig) -> None:
-        """Create the directories and log files of the process with the same modes as bpm. Raises ``HostError``."""
+        """Create the process's directories and log files with the same modes as bpm. Raises ``HostError``."""
         paths, job = self._paths, entry.job
         own, theirs = ("root:root", f"{self._user}:{self._user}") if self._user else (None, None)
         files.make_own_dir(entry.pidfile.parent.parent, 0o755, own)  # all users may write to the directory above it
@@ -546,7 +546,8 @@ class Bpm:
 
     async def used(self) -> None:
         """Wait until this agent or an earlier one has started a bpm.yml process, because there are no memory limits to
-        watch before that. A start by an earlier agent is recognised by the run directory, which then belongs to root.
+        watch before that. A start by an earlier agent is recognised by the run directory, which belongs to root in that
+        case.
         """
         with contextlib.suppress(OSError):
             if guarded.status(self._paths.sys / "run/bpm").st_uid in trusted_path.trusted_users():
@@ -556,7 +557,7 @@ class Bpm:
     def kill_hogs(self) -> list[MemoryKill]:
         """Kill the process trees that exceed their memory limit, and return the kills. Blocks for a few milliseconds.
 
-        If the kernel enforces the limit, it has already killed one process of the tree, and this method kills the rest.
+        If the kernel enforces the limit, it has already killed one process in the tree, and this method kills the rest.
         """
         hogs, self._hogs = self._hogs, []
         limited = []
@@ -569,7 +570,7 @@ class Bpm:
                     hogs.append(hog)
                     entry.is_victim = True
                     for member in entry.cgroup.members():
-                        if member[1] < now:  # later processes belong to a newer start
+                        if member[1] < now:  # a process that started later belongs to the next run
                             process.send(member, signal.SIGKILL)
             elif limit and (found := self.find(entry.job, entry.name)):
                 limited.append((entry, limit, found))
@@ -579,14 +580,14 @@ class Bpm:
         below = proc.children(processes)
         for entry, limit, found in limited:
             tree = proc.descent(below, [found[0]]) & processes.keys()
-            # The sum of resident memory counts shared pages once per process. Only if it exceeds the limit, determine
-            # the exact memory, which is slow.
+            # Adding up the resident memory of all processes counts shared pages once per process. The exact memory use
+            # is slow to determine, so it is read only if that sum exceeds the limit.
             if sum(processes[pid].resident_kb for pid in tree) * 1024 > limit:
                 used = sum(proc.proportional_kb(pid) or processes[pid].resident_kb for pid in tree) * 1024
                 if used > limit:
                     entry.is_victim = True
-                    # Kill the main process first, because after the loss of its children it might exit with another
-                    # status.
+                    # Kill the main process first, because it might exit with a different status if its children were
+                    # killed before it.
                     for pid in sorted(tree, key=found[0].__ne__):
                         process.send(processes[pid].identity, signal.SIGKILL)
                     hogs.append(MemoryKill(entry.job, entry.name, used, limit))
@@ -653,8 +654,8 @@ def _make_kept(path: Path, mode: int, owner: str | None) -> None:
 
 
 def _require_volumes(wanted: bpm.ProcessConfig) -> None:
-    """Raise ``HostError`` if a ``mount_only`` volume is missing, because the process would not see it if another job
-    created it later.
+    """Raise ``HostError`` if a ``mount_only`` volume is missing. A process started without the volume would not see it
+    even if another job created it later.
     """
     for volume in wanted.additional_volumes:
         if not Path(volume.path).exists():

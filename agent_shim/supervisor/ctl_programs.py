@@ -1,4 +1,4 @@
-"""Runs start and stop programs of services, and job scripts."""
+"""Runs services' start and stop programs, and job scripts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 MAX_DESCRIPTION_CHARS: Final = 236
 """Maximum length of an event description in a program's environment, as in monit."""
 MAX_CONCURRENT_SPAWNS: Final = 3
-"""Maximum number of programs that are being started at the same time, because each start takes a thread, CPU time and
-iterations of the event loop.
+"""Maximum number of programs that are being started at the same time. It is limited because each start takes a thread,
+CPU time and iterations of the event loop.
 """
 MAX_OUTPUT_BYTES: Final = 256 * 1024
 """Size above which a service's output file is truncated by ``trim``."""
@@ -44,7 +44,7 @@ _LIMIT_REFUSED: Final = re.compile(r".*\bulimit: .*(cannot modify limit|error se
 
 
 class Programs:
-    """Runs start and stop programs as monit does (monit 5.2.5 spawn.c, env.c), each below a separate keeper.
+    """Runs start and stop programs as monit does (monit 5.2.5 spawn.c, env.c), each under a separate keeper.
 
     ``output`` has two files for each service: ``NAME.log`` with the output of the start program, and ``NAME~.log`` with
     that of all other programs.
@@ -52,7 +52,7 @@ class Programs:
     The working directory of programs and scripts is an empty directory owned by root, because some of them change the
     owner of their working directory. For example, stackdriver-nozzle in gcp-tools-release gives ``.`` to vcap (under
     runit, this is monit's service directory). The directory is directly below the base, as is the Go agent's working
-    directory, because an errand of shared-redis-release reads ``../jobs/smoke-tests/config.json``.
+    directory, because an errand in shared-redis-release reads ``../jobs/smoke-tests/config.json``.
     """
 
     def __init__(self, paths: Paths) -> None:
@@ -74,11 +74,11 @@ class Programs:
         """Run a program for the service ``name``, whose process is ``pid``, in response to ``event``. Raises
         ``HostError``.
 
-        ``label`` is the label of the program's keeper, by default the name of the service. A program run by a rule
-        (``keepers.rule_label``) does not belong to the service and survives its stop, because the program itself may
-        request the stop.
+        ``label`` is the label of the program's keeper, by default the service's name. A program run by a rule
+        (``keepers.rule_label``) does not belong to the service. It keeps running when the service is stopped, because
+        the program itself may request the stop.
         """
-        async with self._gate:  # wait before creating anything, because hundreds of starts may be waiting
+        async with self._gate:  # wait before creating files or objects, because hundreds of starts may be waiting
             await asyncio.sleep(0)
             env = {
                 "PATH": "/bin:/usr/bin:/sbin:/usr/sbin",
@@ -115,7 +115,7 @@ class Programs:
         stderr: int | Path | None = None,
         nice: int = 0,
     ) -> Process:
-        """Run a script of a job. Any processes that it leaves running belong to the job. ``stdout`` and ``stderr`` are
+        """Run a job script. Any processes that it leaves running belong to the job. ``stdout`` and ``stderr`` are
         passed to ``Keepers.run``.
         """
         script = keeper.Program(argv, env, cwd=str(self.directory()), nice=nice)
@@ -155,8 +155,8 @@ class Programs:
         return await _lines(name, path, self._output)
 
     async def trim(self) -> None:
-        """Truncate large output files, keeping their end, because a start program that became the daemon may print
-        forever.
+        """Truncate large output files, keeping their end, because a start program that has become the daemon may keep
+        printing forever.
 
         The check itself is done without a thread, because starting one would take longer than the stat calls.
         """
@@ -164,7 +164,7 @@ class Programs:
             for entry in entries:
                 found = entry.stat(follow_symlinks=False)
                 # Look at the allocated blocks too, because a job can allocate blocks beyond the end of the file. File
-                # systems also do so, but at most up to twice the file's size.
+                # systems preallocate blocks themselves, but never more than twice the file's size in total.
                 taken = max(found.st_size, found.st_blocks * guarded.BLOCK_BYTES // 4)
                 if entry.name.endswith(".log") and taken > MAX_OUTPUT_BYTES:
                     await asyncio.to_thread(_cut, Path(entry.path), found.st_size)
@@ -183,7 +183,7 @@ class Programs:
 
 async def last_line(whose: str, path: Path, root: Path) -> str:
     """Return the last line of a file below ``root``, or "" if the file cannot be read. Empty lines and, if possible,
-    traces of ``set -x`` are skipped.
+    ``set -x`` traces are skipped.
 
     ``whose`` is the label of the service that may write to the file.
     """

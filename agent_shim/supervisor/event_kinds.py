@@ -1,4 +1,4 @@
-"""Kinds of events, with monit's names and status bits (monit 5.2.5 event.c). Does no I/O."""
+"""Defines the kinds of events, with monit's names and status bits (monit 5.2.5 event.c). Does no I/O."""
 
 from __future__ import annotations
 

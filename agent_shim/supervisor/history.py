@@ -1,5 +1,5 @@
-"""The last events of each service, for operators. They are kept only in memory, so earlier events are lost when the
-agent restarts.
+"""Keeps each service's last events for operators. The events are kept only in memory, so they are lost when the agent
+restarts.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ class History:
             events.append(Happening(time.time(), text))
 
     def of(self, name: str) -> list[Happening]:
-        """Return the events of a service, oldest first."""
+        """Return a service's events, oldest first."""
         return list(self._by_name.get(name, ()))

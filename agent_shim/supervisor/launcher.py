@@ -1,4 +1,4 @@
-"""Starts and stops the process of a service, either with the programs in its monit file or with the agent's own bpm.
+"""Starts and stops a service's process, either with the programs in its monit file or with the agent's own bpm.
 
 A monit file may start a process with bpm and stop it with a script, so a service chooses one launcher for starts and
 one for stops.
@@ -20,16 +20,16 @@ from agent_shim.supervisor.plan import ProcessSpec
 
 
 class Launcher(Protocol):
-    """Starts and stops the process of one service."""
+    """Starts and stops one service's process."""
 
     writes_pidfile: bool
-    """True if the agent itself writes the pidfile. The pidfile then cannot name another process while the service's
-    process runs.
+    """True if the agent itself writes the pidfile. In that case, the pidfile cannot name another process while the
+    service's process runs.
     """
 
     async def start(self, spec: ProcessSpec, pid: int) -> Process:
-        """Start the process. Return the process or, if only its start program is known yet, the start program. ``pid``
-        is the pid of the previous process, or 0.
+        """Start the process. Return the process or, if only its start program is known so far, the start program.
+        ``pid`` is the pid of the previous process, or 0.
 
         Raises ``HostError`` or ``ConfigError``, or ``LateError`` if the process may still appear.
         """
@@ -46,7 +46,7 @@ class Launcher(Protocol):
 
 
 class CtlLauncher:
-    """Runs the start and stop programs of a monit file."""
+    """Runs the start and stop programs in a monit file."""
 
     writes_pidfile = False
 

@@ -1,4 +1,4 @@
-"""Network tests of monit: ``failed host … port``, ``unixsocket``, ``url`` and ``icmp``.
+"""Carries out monit's network tests: ``failed host … port``, ``unixsocket``, ``url`` and ``icmp``.
 
 A probe has a single timeout, which includes the name lookup. It reads no more than necessary, and never blocks the
 event loop. For protocols other than http and send/expect, only the connection is tested.
@@ -36,7 +36,7 @@ MAX_CONTENT_BYTES: Final = 1_024_000
 """Maximum size of the part of a page that is searched, as in monit."""
 CHUNK: Final = 16 * 1024
 REFUSAL_S: Final = 2.0
-"""How long to wait for the refusal of a UDP packet. A server on an open port may not answer at all."""
+"""How long to wait for the refusal of a UDP packet. If the port is open, there may be no answer at all."""
 HTTP_PORT: Final = 80
 ECHO_REQUEST, ECHO_REPLY = 8, 0
 """ICMP message types (RFC 792)."""
@@ -46,11 +46,11 @@ BAD_STATUS: Final = 400
 
 
 class _WrongError(Exception):
-    """The answer is not the one that the rule expects."""
+    """The answer does not match what the rule expects."""
 
 
 def where(connection: Connection) -> str:
-    """Describe the endpoint of a connection."""
+    """Describe a connection's endpoint."""
     there = f"{connection.host} port {connection.port}{' (udp)' if connection.is_udp else ''}"
     return f"unix socket {connection.unixsocket}" if connection.unixsocket else there
 
@@ -105,7 +105,7 @@ class _Conversation:
 @contextlib.asynccontextmanager
 async def _opened(connection: Connection) -> AsyncIterator[_Conversation]:
     """Connect to the first address that accepts the connection, and close the socket when the block ends. Raises
-    ``OSError`` if there is none.
+    ``OSError`` if none does.
     """
     kind = socket.SOCK_DGRAM if connection.is_udp else socket.SOCK_STREAM
     timeout = connection.timeout or NET_TIMEOUT
@@ -139,8 +139,8 @@ async def _connect(sock: socket.socket, address: Address, timeout: float) -> Non
         try:  # use a thread, because the path may be on a disk that hangs
             await blocking.call(f"socket {address}", partial(sock.connect, address), timeout=timeout)
         except BlockingIOError:
-            # The listen queue is full, because the server does not accept connections. Try again, because there is no
-            # event for free space in the queue.
+            # The listen queue is full, because the server does not accept connections. Try again, because no
+            # event reports free space in the queue.
             await asyncio.sleep(0.05)
         else:
             return
@@ -149,10 +149,10 @@ async def _connect(sock: socket.socket, address: Address, timeout: float) -> Non
 async def _addresses(
     host: str, port: int, kind: socket.SocketKind, timeout: float
 ) -> list[tuple[socket.AddressFamily, Address]]:
-    """Look up the addresses of a host. A name server that does not answer delays only the probes of this host. Raises
+    """Look up a host's addresses. A name server that does not answer delays only the probes of this host. Raises
     ``OSError``.
     """
-    port &= 0xFFFF  # as monit's htons and the C library do
+    port &= 0xFFFF  # keep the low 16 bits, as monit's htons and the C library do
     if family := network.family_of(host):
         return [(family, (host, port))]
     look_up = partial(socket.getaddrinfo, host, port, type=kind)
@@ -282,7 +282,7 @@ async def _http(line: _Conversation, connection: Connection) -> None:
 
 
 def requested(protocol: Protocol) -> str:
-    """Return the path of a request, encoding the same characters as monit, which include ``%``."""
+    """Return a request's path, in which the same characters are percent-encoded as in monit, including ``%``."""
     path = protocol.request or "/"
     return urllib.parse.quote(path.encode("utf-8", "surrogateescape"), safe="!$&'()*+,-./:;=?@_~")
 

@@ -1,4 +1,4 @@
-"""Detects OOM kills with the counters of the container's cgroup."""
+"""Detects OOM kills using the counters in the container's cgroup."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from agent_shim.host import cgroups, host_stats
 
 CLAIM_TIMEOUT_S: Final = 20.0
-"""How long after an OOM kill the exit of a process can still be attributed to it."""
+"""How long after an OOM kill a process exit can still be attributed to the kill."""
 
 
 class Kills:
@@ -41,7 +41,7 @@ class Kills:
 
 def _of_container() -> Callable[[], int | None]:
     cgroup = cgroups.find()
-    # Find the level only once, because the counter is read at every exit.
+    # Find the cgroup level only once, because the counter is read at every exit.
     level = functools.cache(lambda: cgroups.oom_level(cgroup, host_stats.memory_total()))
 
     def read() -> int | None:

@@ -1,4 +1,4 @@
-"""Tests of paths: type, owner, permissions, age, size, checksum, new lines, and the usage of a file system.
+"""Tests paths: type, owner, permissions, age, size, checksum, new lines, and file system usage.
 
 All tests block, perhaps forever (see ``host.guarded``). The number of bytes read per cycle, and the time spent on a
 checksum, are limited.
@@ -27,14 +27,16 @@ from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.rule_counter import MAX_HISTORY, CheckResult, judge
 
 MAX_DIGEST_S: Final = 30.0
-"""Maximum seconds for the checksum of one file, which may grow faster than it is read."""
+"""Maximum seconds for computing a file's checksum. The file may grow faster than it is read."""
 DIGEST_CHUNK_BYTES: Final = 256 * 1024
 MAX_LOOK_BYTES: Final = 1024 * 1024
 """Maximum amount of new content that is read from a file in one cycle. The rest waits for the next cycle."""
 MAX_LINE_BYTES: Final = 511
 """How many bytes of a line are compared, as in monit."""
 MAX_HITS: Final = 20
-"""Maximum number of matching lines per cycle, because each may run a program. Further lines wait for the next cycle."""
+"""Maximum number of matching lines per cycle. It is limited because each line may run a program. Further lines wait for
+the next cycle.
+"""
 
 Numbered: TypeAlias = tuple[int, CheckResult]
 """The number of a rule, and the result of checking it."""
@@ -166,8 +168,8 @@ class PathWatch:
     # --- lines --------------------------------------------------------------------------------------------------------
 
     def _matches(self, opened: Opener, status: os.stat_result) -> Iterator[Numbered]:
-        """Compare the lines that were written since the last call, and yield the findings. The first call begins at the
-        end of the file.
+        """Apply the rules' patterns to the lines written since the last call, and yield the findings. The first call
+        begins at the end of the file.
         """
         quiet: dict[int, int] = {}
         hits = 0

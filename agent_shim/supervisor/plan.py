@@ -1,4 +1,4 @@
-"""Translates the monit files of all jobs into specs of supervised services. Does no I/O."""
+"""Translates all jobs' monit files into specs of supervised services. Does no I/O."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     """One supervised service. If it has an ``error``, it is invalid, and only ``name`` and ``job`` can be used.
 
     ``kind`` is the type word of the check. A process is identified by ``pidfile`` or by ``pattern``, a regular
-    expression for its command line. ``path`` is the subject of a check of a file, directory, fifo or filesystem, and
-    ``address`` the subject of a host check.
+    expression for its command line. File, directory, fifo and filesystem checks have a ``path``, and host checks have
+    an ``address``.
     """
 
     name: str
@@ -56,7 +56,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     mode: values.Mode = "active"
     absence: values.Action = values.Action("restart")
     absence_cycles: int = 1
-    """For how many monit cycles the process or path must be absent before the action ``absence`` is carried out."""
+    """For how many monit cycles the process or path must be absent before the ``absence`` action is carried out."""
     change: values.Action = values.ALERT
     """The action that is carried out when the pid has changed."""
     limits: tuple[RestartLimit, ...] = ()
@@ -123,13 +123,13 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 def plan(
     files: Sequence[JobFile], *, has_bpm: bool = True, acted_on: frozenset[str] = frozenset()
 ) -> tuple[ProcessSpec, ...]:
-    """Return the specs of all services, in the order of the files. If ``has_bpm`` is set, the agent itself runs the
-    processes that monit files start with bpm; otherwise, bpm is run like any other program.
+    """Return all services' specs, in the order of the files. If ``has_bpm`` is set, the agent itself runs the processes
+    that monit files start with bpm; otherwise, bpm is run like any other program.
 
     ``acted_on`` are the first words of statements outside of checks that the caller acts on, such as ``set daemon``.
 
-    If a file of a job is invalid or conflicts with files of other jobs, the job becomes one service with an ``error``
-    and the name of the job. Other jobs are not affected, because dependencies on services of that job are ignored.
+    If one of a job's files is invalid or conflicts with other jobs' files, the job becomes one service with an
+    ``error`` and the job's name. Other jobs are not affected, because dependencies on that job's services are ignored.
     """
     parsed: list[tuple[str, values.MonitFile]] = []
     errors: dict[str, str] = {}
@@ -168,7 +168,7 @@ def _problems(parsed: Sequence[tuple[str, values.MonitFile]], errors: Mapping[st
 
 
 def _specs(job: str, file: values.MonitFile, acted_on: frozenset[str]) -> list[ProcessSpec]:
-    """Return the services of a file. Unsupported statements outside of checks are listed with the first service."""
+    """Return the services in a file. Unsupported statements outside of checks are listed with the first service."""
     found = []
     ignored = [each for each in file.ignored if not acted_on & {each.first_words, each.first_words.split()[0]}]
     for number, check in enumerate(file.services):

@@ -1,7 +1,7 @@
-"""Extended regular expressions as in monit, compiled and matched by the C library.
+"""Compiles and matches extended regular expressions with the C library, as monit does.
 
 ``regcomp`` and ``regexec`` accept exactly monit's dialect, match in time proportional to the text, and release the
-interpreter lock. A job's log line or command line can therefore not block the agent, as it could with a backtracking
+interpreter lock. Therefore, a job's log line or command line cannot block the agent, as it could with a backtracking
 engine. Back references are refused, because with them, the library backtracks too. As in monit, the "C" locale is used,
 in which a character is a byte.
 """
@@ -29,7 +29,7 @@ class Pattern:
     """A compiled expression. Thread-safe."""
 
     def __init__(self, text: str) -> None:
-        """Compile an expression. Raises ``ValueError`` with the message of the C library."""
+        """Compile an expression. Raises ``ValueError`` with the C library's message."""
         self.text = text
         pattern = text.encode(errors="surrogateescape")
         if b"\0" in pattern:

@@ -1,4 +1,4 @@
-"""Figures about services: age, memory and CPU time."""
+"""Collects figures about services: age, memory and CPU time."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from agent_shim.supervisor.state import MONITORED, UP
 logger = logging.getLogger(__name__)
 
 MAX_INLINE_PROCESSES: Final = 1000
-"""Maximum number of processes that are read on the event loop. More are read in a thread, because a job can start tens
-of thousands.
+"""Maximum number of processes that are read on the event loop. If there are more, a thread reads them, because a job
+can start tens of thousands.
 """
 PASS_SHARE: Final = 0.05
 """Maximum share of a processor for passes over all processes. It is limited because other machines may request the
 figures, and jobs control the number of processes.
 """
 MIN_SAMPLE_S: Final = 1.0
-"""Minimum interval between samples of CPU time. Shorter intervals are too imprecise."""
+"""Minimum interval between samples of CPU time. Shorter intervals give imprecise figures."""
 PROCESSORS: Final = os.cpu_count() or 1
 MEMORY_TTL_S: Final = 10.0
 """How long the container's memory limit is cached. It rarely changes at run time."""
@@ -109,8 +109,8 @@ class ServiceInfo(msgspec.Struct, frozen=True):
 
 
 class _Sample(NamedTuple):
-    """The CPU time of a process tree, and of its root alone, when it was sampled, and the percentages that were
-    reported then.
+    """One measurement of the CPU time of a process tree and of its root alone, with the percentages reported at that
+    time.
     """
 
     identity: Identity
@@ -132,8 +132,8 @@ _NO_LOOK: Final = _Look({}, {})
 
 
 class _ProcessReader:
-    """Reads all processes of the machine. Up to ``MAX_INLINE_PROCESSES`` are read on the event loop. More are read in a
-    thread, which takes at most ``PASS_SHARE`` of a processor.
+    """Reads all of the machine's processes. Up to ``MAX_INLINE_PROCESSES`` are read on the event loop. If there are
+    more, a thread reads them and takes at most ``PASS_SHARE`` of a processor.
 
     Between passes, the result of the last pass is combined with the current main processes of services, so that no
     caller has to wait. The figures of descendants are then as old as that pass.
@@ -156,7 +156,7 @@ class _ProcessReader:
 
     def _read_apart(self) -> None:
         try:
-            # ``now`` does not wait for the result of this thread, so ``blocking.call`` would not fit.
+            # Do not use ``blocking.call``, because it would wait for this thread's result.
             name = "many processes"
             self._reader = threading.Thread(target=self._read, args=[proc.table], name=name, daemon=True)  # noqa: TID251
             self._reader.start()
@@ -188,7 +188,7 @@ class ProcessStats:
         try:
             leaders = [each.process.pid for each in services if each.process is not None]
             processes, children = self._processes.now(leaders)
-        except OSError:  # no descriptor is free
+        except OSError:  # out of file descriptors
             processes, children = _NO_LOOK
         total_kb = max(1, self.memory_total() // 1024)
         found = []
@@ -243,7 +243,7 @@ class ProcessStats:
         self, name: str, identity: Identity, ticks: int, own_ticks: int, uptime: int
     ) -> tuple[float, float]:
         """Return the share of all processors, in percent, that a process tree has used since the last sample, and the
-        share of its root process alone. If there is no sample yet, the shares are averaged since the start.
+        share of its root process alone. If there is no sample yet, the shares are averages since the process started.
         """
         now = time.monotonic()
         last = self._samples.get(name)
@@ -273,15 +273,15 @@ def _responses(service: Service) -> Iterator[ResponseInfo]:
 def _percent(ticks: int, seconds: float) -> float:
     """Return CPU time as a percentage of all processors.
 
-    The result is never negative, even if ``ticks`` is. That happens because the CPU time of a descendant is no longer
-    counted once it has exited.
+    ``ticks`` can be negative, because the CPU time of a descendant is no longer counted once it has exited. In that
+    case, the result is 0.
     """
     share = 100 * ticks / clock.TICKS / max(seconds, MIN_SAMPLE_S) / PROCESSORS
     return min(100.0, max(0.0, share))
 
 
 class _ContainerMemory:
-    """Cached memory of the container in bytes: its limit, or the memory of the machine if that is lower."""
+    """Caches the container's memory size in bytes: its limit, or the machine's memory if that is lower."""
 
     def __init__(self) -> None:
         self._cgroup = cgroups.find()

@@ -45,7 +45,7 @@ class RuleCounter:
         self._rule = rule
         self._looks = 0
         self._failures = 0
-        """One bit per check, which is set if the check failed. The lowest bit is the latest check."""
+        """One bit per check. It is set if the check failed. The lowest bit is the latest check."""
 
     def add(self, *, fails: bool) -> RuleTransition:
         """Record the result of one check and return its consequence."""
@@ -76,7 +76,7 @@ class Cycles:
         self._number = 0
 
     def is_due(self, now: float) -> bool:
-        """Return True if a check is due now. Of every ``every`` cycles, only the first has a check."""
+        """Return True if a check is due now. The service is checked only in the first of every ``every`` cycles."""
         late = now - self._next_at
         if late < 0:
             return False

@@ -1,10 +1,10 @@
-"""Evaluates the rules of services: tests them every ten seconds, counts the results and carries out the actions.
+"""Evaluates services' rules: tests them every ten seconds, counts the results and carries out the actions.
 
 As in monit, the cycles of a process are counted from its start, and the cycles of other checks begin immediately. A new
-process is ``running`` once its ports answer. During its first cycle, the ports are therefore tested in each part of the
-cycle. Services due at about the same time share one pass over ``/proc``. Each slow test (a connection, a path) runs in
-a separate task, but only once at a time, so a test that hangs does not delay others. ``rule_counter`` counts failures.
-docs/monit-deviations.md lists differences from monit.
+process is ``running`` once its ports answer. During its first cycle, its ports are therefore tested up to ``STEPS``
+times. Services due at about the same time share one pass over ``/proc``. Each slow test (a connection, a path) runs in
+a separate task, but never twice at the same time, so a test that hangs does not delay others. ``rule_counter``
+counts failures. docs/monit-deviations.md lists differences from monit.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ PASS_SHARE: Final = 0.05
 processes.
 """
 LOOK_TIMEOUT_S: Final = 60.0
-"""Timeout for a test in a thread. If the test hangs, for example on a path in a dead file system, its thread remains,
-and no other thread is started for that path.
+"""Timeout for a test in a thread. If the test hangs, for example because a file server does not answer, its thread
+keeps running, and no other thread is started for that path.
 """
 ANSWERS: Final = "answers"
 """Key under which the port tests before the first cycle are run."""
@@ -56,7 +56,7 @@ class _CycleProcesses:
         self.processes = proc.table()
         self._below = proc.children(self.processes)
         self.cost = time.thread_time() - begun
-        """CPU seconds that reading all processes took."""
+        """CPU seconds spent on reading all processes."""
 
     def tree(self, root: int) -> list[proc.Stat]:
         """Return a process and all its descendants, starting with the process itself."""
@@ -118,8 +118,8 @@ class _ServiceChecks:
         return [*judge(self.spec.rules, figures), *((number, changed) for number in parent_rules)]
 
     def machine(self) -> list[Numbered]:
-        """Compare load, memory, swap and CPU figures with the limits of the rules. Memory and swap are those of the
-        container, or those of the machine if the container has no lower limit. Blocks for a millisecond.
+        """Compare load, memory, swap and CPU figures with the limits of the rules. Memory and swap are the container's,
+        or the machine's if the container has no lower limit. Blocks for a millisecond.
         """
         host = host_stats.memory()
         memory = cgroups.memory(cgroups.find(), host) or host
@@ -135,7 +135,7 @@ class _ServiceChecks:
 
 
 class RuleEngine:
-    """Evaluates the rules of all services. ``run`` never returns."""
+    """Evaluates all services' rules. ``run`` never returns."""
 
     def __init__(self, services: Callable[[], Iterable[Service]], memory_total: Callable[[], int], period: float):
         """Create the engine. ``memory_total`` returns the number of bytes that counts as 100 percent of memory.
@@ -188,7 +188,7 @@ class RuleEngine:
     def _looks(
         self, service: Service, watch: _ServiceChecks, table: _CycleProcesses | None
     ) -> Iterator[tuple[object, Look]]:
-        """Yield the tests of a service. Each has a key, and tests with the same key never overlap."""
+        """Yield a service's tests. Each has a key, and tests with the same key never overlap."""
         spec = watch.spec
         if spec.kind == "host":
             yield "host", partial(_ask_host, service, spec)
@@ -232,8 +232,8 @@ async def _check(service: Service, watch: _ServiceChecks, key: object, look: Loo
 
 
 async def _await_answers(service: Service, watch: _ServiceChecks) -> None:
-    """Test the ports of a new process. If all answer, the process counts as running. The results are not counted for
-    any rule.
+    """Test a new process's ports. If all answer, the process counts as running. The results are not counted for any
+    rule.
     """
     watch.busy.add(ANSWERS)
     try:

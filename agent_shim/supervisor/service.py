@@ -1,4 +1,4 @@
-"""The lifecycle of a service: start, watch, restart, stop.
+"""Starts, watches, restarts and stops one service's process.
 
 ``Service.on`` receives every event and changes the state according to the table in ``state``. ``Service.run`` is a
 single coroutine that does the work of each state in turn. An event that the work does not expect cancels the work. If a
@@ -54,17 +54,15 @@ from agent_shim.supervisor.state import (
 logger = logging.getLogger(__name__)
 
 RECORD_TIMEOUT_S: Final = 5.0
-"""How long a stop waits until it is saved. The time is limited, because a dead disk must not keep the jobs running."""
+"""How long a stop waits until it is saved. The time is limited, because a hung disk must not keep the jobs running."""
 LOST_KEEPER: Final = -1
-"""Key of the complaint about a killed keeper. The other keys of complaints are rule numbers."""
+"""Key of the complaint about a killed keeper. All other complaint keys are rule numbers."""
 MAX_RECORDED_RESTARTS: Final = 64
 """How many restart times are kept for ``if N restarts within M cycles``."""
 
 
 class Event(msgspec.Struct, frozen=True):
-    """An event for operators, described with monit's words (monit 5.2.5 event.c). ``action`` is the agent's
-    reaction.
-    """
+    """An event for operators, described in monit's words (monit 5.2.5 event.c). ``action`` is the agent's reaction."""
 
     service: str
     event: str
@@ -88,7 +86,7 @@ class ServiceRecord(msgspec.Struct):
     oom_kills: int = 0
     """Number of unexpected exits caused by an OOM kill."""
     was_taken_along: bool = False
-    """True if the service was stopped together with a prerequisite. It is then also started together with the
+    """True if the service was stopped together with a prerequisite. In that case, it is also started together with the
     prerequisite.
     """
     is_start_due: bool = False
@@ -102,13 +100,13 @@ class StopRequest(NamedTuple):
     """Monotonic time at which remaining processes get KILL."""
     recorded: asyncio.Event | None = None
     """Set once the stop is saved, or once it is clear that it cannot be saved. Processes are terminated only after
-    that. If the agent terminated them and were then killed before the stop is saved, the next agent would assume that
+    that. If the agent terminated them and were then killed before the stop was saved, the next agent would assume that
     they had crashed, and restart them.
     """
 
 
 class ServiceContext(msgspec.Struct, frozen=True):
-    """State and callbacks shared by all services of a supervisor."""
+    """State and callbacks shared by all services in a supervisor."""
 
     programs: Programs
     bpm: Bpm
@@ -118,8 +116,8 @@ class ServiceContext(msgspec.Struct, frozen=True):
     changed: Callable[[], None]
     """Called after each change to persistent state."""
     was_oom: Callable[[], bool]
-    """Attribute one of the kernel's recent OOM kills to the exit that was just seen. Returns False if there is none
-    that has not been attributed to another exit yet.
+    """Attribute one of the kernel's recent OOM kills to the exit that was just seen. Returns False if there is none,
+    or if all have already been attributed to other exits.
     """
     may_start: asyncio.Event
     """Cleared while no program may start. Services wait in their starting state."""
@@ -153,7 +151,7 @@ class Scope:
 
 
 class Service:
-    """Keeps one process of a job in the requested state."""
+    """Keeps one of a job's processes in the requested state."""
 
     def __init__(self, spec: ProcessSpec, shared: ServiceContext) -> None:
         self.spec = spec
@@ -195,10 +193,10 @@ class Service:
         self._awaits_successor = False
         """True if the process has exited, but the start program is still running and may start another process."""
         self._is_leading = False
-        """True if the dependants must be restarted when the next start finds that the service is not running."""
+        """True if the dependents must be restarted when the next start finds that the service is not running."""
         self._is_failure_reported = False
         """True if the failed start has been reported to operators. Like monit, the agent does not report it again until
-        a success, a stop or the end of monitoring.
+        the service has started successfully, was stopped or is no longer monitored.
         """
         self.take_spec(spec)
 
@@ -216,7 +214,7 @@ class Service:
     def process(self) -> Process | None:
         """The watched process. In states in which it is not watched, it may already have exited.
 
-        The value is None if the pidfile contains pid 1, which a job without a process may write, because PID 1 itself
+        The value is None if the pidfile contains pid 1. A job without a process may write that number, but PID 1 itself
         must be neither measured nor stopped.
         """
         return self._finder.process if self._finder.pid != 1 else None
@@ -282,9 +280,9 @@ class Service:
             self.on(Trigger.FILE_MENDED)
 
     def start(self, *, is_leading: bool = False) -> None:
-        """Start the service. If a stop is in progress, start it afterwards.
+        """Start the service. If it is being stopped, it is started once the stop is complete.
 
-        If ``is_leading`` is set and the service is not running, its dependants are restarted too, as in monit.
+        If ``is_leading`` is set and the service is not running, its dependents are restarted too, as in monit.
         """
         self._is_leading = is_leading
         self.record.was_taken_along = False
@@ -292,7 +290,7 @@ class Service:
         self.on(Trigger.START_ASKED)
 
     def stop(self, request: StopRequest = USUAL_STOP) -> None:
-        """Stop the dependants, then the service with all its processes."""
+        """Stop the dependents, then the service with all its processes."""
         for dependant in self.dependants:
             if dependant.state is not State.STOPPED:
                 dependant.stop(request)
@@ -300,7 +298,7 @@ class Service:
         self.on(Trigger.STOP_ASKED)
 
     def bounce(self) -> None:
-        """Restart the service and the dependants that follow it."""
+        """Restart the service and those dependents that restart together with it."""
         self._bounce_dependants()
         self._is_leading = False
         self._stop = USUAL_STOP
@@ -312,7 +310,7 @@ class Service:
                 dependant.bounce()
 
     def unmonitor(self) -> None:
-        """Stop monitoring the service and its dependants."""
+        """Stop monitoring the service and its dependents."""
         for dependant in self.dependants:
             dependant.unmonitor()
         self.on(Trigger.UNMONITOR_ASKED)
@@ -447,7 +445,7 @@ class Service:
     # --- start --------------------------------------------------------------------------------------------------------
 
     async def _launch(self) -> None:
-        """Start the process unless it already runs, and report the outcome."""
+        """Start the process unless it is already running, and report the outcome."""
         self._has_lived = True
         if self.record.state is State.STARTING:
             for prerequisite in self.prerequisites:
@@ -486,9 +484,7 @@ class Service:
                 await self._apply(limit)
 
     def _why_unreadable(self) -> str:
-        """Return why the pidfile exists but cannot be read, or "". For example, it may be a link that a job has
-        created.
-        """
+        """Return why an existing pidfile cannot be read, or "". For example, a job may have replaced it with a link."""
         if self.spec.pidfile is None:
             return ""
         try:
@@ -500,7 +496,7 @@ class Service:
             return f"its pidfile cannot be read: {exc.strerror}"
 
     async def _apply(self, limit: RestartLimit) -> None:
-        """Carry out the action of a restart limit if the limit has been reached."""
+        """Carry out a restart limit's action if the limit has been reached."""
         since = time.monotonic() - limit.cycles * self._timing.cycle
         if sum(at >= since for at in self._restarted_at) >= limit.count:
             said = f"{limit.count} restarts within {limit.cycles} cycles"
@@ -527,7 +523,7 @@ class Service:
             await self._shared.may_start.wait()
             if self._is_leading:
                 self._is_leading = False
-                # Dependants that are starting already wait for this start.
+                # Leave out dependents that are starting, because they already wait for this start.
                 self._bounce_dependants(FOLLOWING - {State.STARTING})
                 for dependant in self.dependants:
                     await dependant.has_left(UP | ENDING)
@@ -657,7 +653,7 @@ class Service:
     # --- restart ------------------------------------------------------------------------------------------------------
 
     async def _wait(self) -> None:
-        """Restart after a growing delay, or adopt a process that appears in the meantime.
+        """Restart the process after a growing delay, or adopt a process that appears in the meantime.
 
         If the start program has exceeded its timeout and is still running, the delay begins when it exits, because a
         second start program at the same time could start the job twice.
@@ -686,9 +682,9 @@ class Service:
                 return
 
     def _delay(self) -> float:
-        """Return the seconds before the next restart. After the first failure in a row, there is no delay unless a
-        minimum applies. After the second, the delay is ``backoff_first``, and it doubles with each further failure, up
-        to a limit.
+        """Return the seconds before the next restart. After a single failure, there is no delay unless a minimum
+        applies. After the second failure in a row, the delay is ``backoff_first``, and it doubles with each further
+        failure, up to a limit.
         """
         least = max(self._least_delay, (self.spec.absence_cycles - 1) * self._timing.cycle)
         if self.record.failures <= 1:
@@ -699,8 +695,8 @@ class Service:
         return max(least, min(backoff, limit))
 
     async def react(self, reaction: Action, event: str, description: str) -> None:
-        """Carry out the action of a rule after an event. If the action cancels the work that called this method, the
-        method does not return.
+        """Carry out a rule's action after an event. If the action cancels the work that called this method, the method
+        does not return.
 
         In passive mode, only ``exec`` and ``unmonitor`` take effect. As in monit, a process is restarted only if it has
         both a start and a stop program, while for other checks, one of these programs is enough.
@@ -731,9 +727,7 @@ class Service:
     # --- stop ---------------------------------------------------------------------------------------------------------
 
     async def _end(self) -> None:
-        """Stop the dependants, run the stop program, terminate the remaining processes, and verify that none is
-        left.
-        """
+        """Stop the dependents, run the stop program, terminate what remains, and verify that nothing is left."""
         if self._stop.recorded is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RECORD_TIMEOUT_S):
@@ -747,7 +741,8 @@ class Service:
         if await self._finder.look(self.spec, processes) or self._has_lived:
             if self._finder.is_renamed(self.spec) and not self._starter.writes_pidfile:
                 await self._finder.follow(self.spec, processes)
-            # Find these processes now, because the stop program may end their ancestor.
+            # Find these processes now, because they can no longer be found once the stop program has terminated
+            # their ancestor.
             others = await self._keepers.trees(self.spec.labels, self._others())
             await self._run_stop()
         if self.spec.start is not None:
@@ -765,13 +760,13 @@ class Service:
         self.on(Trigger.EMPTIED)
 
     def _others(self) -> list[Identity]:
-        """Return those processes of the service that may not be below one of its keepers."""
+        """Return those processes of the service that may not be under one of its keepers."""
         processes = self.record.processes
         known = [] if processes.known is None or processes.is_only_named else [processes.known]
         return [*processes.others, *known]
 
     def lose_keeper(self, orphans: Sequence[Left]) -> None:
-        """Record that a keeper of this service was killed. ``orphans`` are processes that may have been below it."""
+        """Record that one of this service's keepers was killed. ``orphans`` are its possible descendants."""
         self._complain_of_lost_keepers(orphans)
         self.notify("Execution failed", "alert", self._loss(orphans))
 
@@ -817,6 +812,6 @@ class Service:
         """
         if self.spec.mode == "passive" and action in ("start", "stop", "restart"):
             action = "alert"
-        if event not in ("Does not exist", "Exists"):  # these two are reported as a change of state
+        if event not in ("Does not exist", "Exists"):  # these two are reported as state changes
             self._shared.history.add(self.spec.name, f"{event}, {action}: {description}")
         self._shared.notify(Event(self.spec.name, event, action, description))

@@ -1,4 +1,5 @@
-"""The state machine of a service as a table: for each state and event, the next state and the effect. Does no I/O.
+"""Defines a service's state machine as a table with the next state and the effect for each state and event. Does no
+I/O.
 
 ``Service.on`` handles the events. The diagram in the documentation is generated from the same table.
 """
@@ -12,7 +13,7 @@ from typing import Final, NamedTuple
 
 
 class State(enum.Enum):
-    """State of a service. Values are part of the saved state."""
+    """A service's state. Values are part of the saved state."""
 
     STOPPED = "stopped"
     """No process is running, and none should be."""
@@ -32,7 +33,7 @@ class State(enum.Enum):
     STUCK = "stuck"
     """The service is not monitored, because processes survived a stop."""
     BROKEN = "broken"
-    """The monit file of the service is invalid."""
+    """The service's monit file is invalid."""
 
     @property
     def shown(self) -> str:
@@ -41,7 +42,7 @@ class State(enum.Enum):
 
 
 class Trigger(enum.Enum):
-    """An event of a service. Values appear in the log."""
+    """A service event. Values appear in the log."""
 
     START_ASKED = "start asked"
     STOP_ASKED = "stop asked"
@@ -57,9 +58,9 @@ class Trigger(enum.Enum):
     """The next start is due."""
     SETTLED = "settled"
     EMPTIED = "emptied"
-    """No process of the service remains."""
+    """None of the service's processes remains."""
     STUCK = "stuck"
-    """A process of the service survived the stop."""
+    """One of the service's processes survived the stop."""
     FILE_BROKE = "file unusable"
     FILE_MENDED = "file usable"
     REBOOTED = "rebooted"
@@ -83,8 +84,8 @@ class Effect(enum.Flag):
 
 
 class Work(enum.Enum):
-    """The work of a service in a state. The value is the set of events that complete the work. Requests interrupt
-    it.
+    """The work that a service does in a state. The value is the set of events that complete the work. Requests
+    interrupt it.
     """
 
     REST = frozenset[Trigger]()
@@ -225,7 +226,7 @@ def reported(state: State, *, fails_a_check: bool = False) -> str:
 
 
 def job_state(processes: Iterable[str], *, is_stopped: bool) -> str:
-    """Derive the instance state from its process states (jobsupervisor/monit_job_supervisor.go).
+    """Derive the instance state from the process states (jobsupervisor/monit_job_supervisor.go).
 
     The state is ``stopped`` if the jobs were stopped on purpose. A starting process takes precedence over a failing
     one. An instance without processes is running.

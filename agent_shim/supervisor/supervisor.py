@@ -1,7 +1,7 @@
 """Supervises all services of this instance. Handles requests from the Director and operators, and reports to them.
 
-Each change is saved, so that the next agent can continue from there even if this agent is killed. The module
-``service`` restarts failed processes.
+Each change is saved, so that the next agent can continue even if this agent is killed. The ``service`` module
+restarts failed processes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SAVE_DELAY_S: Final = 0.02
 SAVE_RETRY_S: Final = 10.0
 """How long to wait after a failed write before the next attempt."""
 STOP_TIMEOUT_S: Final = 300.0
-"""Timeout of a stop, as in the Go agent (jobsupervisor/monit_job_supervisor.go). The Director does not wait longer."""
+"""Timeout for a stop, as in the Go agent (jobsupervisor/monit_job_supervisor.go). The Director does not wait longer."""
 KILL_SHARE: Final = 0.9
 """Fraction of the timeout after which remaining processes are killed."""
 KILL_RESERVE_S: Final = 1.5
@@ -76,7 +76,7 @@ class Saved(msgspec.Struct):
 
 
 class Supervisor:
-    """Keeps the processes of all jobs in the requested state. Leaving its ``async with`` block leaves them running."""
+    """Keeps all jobs' processes in the requested state. Leaving its ``async with`` block leaves them running."""
 
     def __init__(
         self,
@@ -90,10 +90,11 @@ class Supervisor:
         acted_on: frozenset[str] = frozenset(),
         on_saved: Callable[[bytes], None] = lambda _: None,
     ) -> None:
-        """If ``is_strict`` is set, a bpm process that requests more than the container can provide is not started. If
-        ``has_bpm`` is set, the agent runs bpm processes itself; otherwise, the release's own bpm is used. The instance
-        is reported as ``starting`` for ``settling()`` seconds after ``start``. ``acted_on`` is passed to ``plan.plan``.
-        ``on_saved`` is called in a thread with each saved state (``Saved`` as JSON).
+        """Create a supervisor without services. If ``is_strict`` is set, a bpm process that requests more than the
+        container can provide is not started. If ``has_bpm`` is set, the agent runs bpm processes itself; otherwise, the
+        release's own bpm is used. The instance is reported as ``starting`` for ``settling()`` seconds after ``start``.
+        ``acted_on`` is passed to ``plan.plan``. ``on_saved`` is called in a thread with each saved state (``Saved`` as
+        JSON).
         """
         self._has_bpm, self._acted_on = has_bpm, acted_on
         self._on_saved = on_saved
@@ -139,8 +140,8 @@ class Supervisor:
         self._is_dirty = False
         self._is_closed = asyncio.Event()
         self._marker_keeps_jobs_stopped = True
-        """True if the last saved state and the marker "stopped" together are enough to keep the next agent from
-        starting a job of the Director.
+        """True if the last saved state and the "stopped" marker together are enough to keep the next agent from
+        starting one of the Director's jobs.
         """
         self._unsaved = ""
         """Why the last write of the state failed, or "" if it succeeded."""
@@ -159,8 +160,8 @@ class Supervisor:
         await self.close()
 
     async def run(self) -> None:
-        """Run the supervisor's endless tasks in addition to the services. Raises the error of a service that failed
-        because of a bug.
+        """Run the supervisor's endless tasks in addition to the services. If a service fails because of a bug, raise
+        its error.
 
         The daemon then exits, and the next agent takes over the processes and determines the state of the service.
         """
@@ -206,7 +207,7 @@ class Supervisor:
                 service.doubt()
 
     async def _watch_memory(self) -> NoReturn:
-        """Kill processes above their memory limit in bpm.yml. The processes are then restarted as after any other
+        """Kill processes that exceed their memory limit in bpm.yml. The processes are then restarted as after any other
         exit.
         """
         await self.bpm.used()  # on most instances, this waits forever
@@ -247,7 +248,7 @@ class Supervisor:
         Return False if there is no valid saved state. ``root_is_new`` means that the container is new, even if it
         shares the pid namespace of its predecessor.
 
-        For all jobs of the Director, the marker "stopped" takes precedence over the saved state. If the marker exists
+        For all of the Director's jobs, the "stopped" marker takes precedence over the saved state. If the marker exists
         although the saved state says that the jobs should run, the state is outdated, because the last stop could not
         be saved in it.
         """
@@ -279,7 +280,7 @@ class Supervisor:
 
     @property
     def run_script(self) -> Callable[..., Awaitable[Process]]:
-        """The function that runs a script of a job below a keeper (``Programs.run_script``)."""
+        """The function that runs a job script under a keeper (``Programs.run_script``)."""
         return self._programs.run_script
 
     @property
@@ -373,8 +374,8 @@ class Supervisor:
     # --- requests to all services -------------------------------------------------------------------------------------
 
     async def start(self, *, is_asked: bool = True) -> None:
-        """Start all jobs, without waiting until they are running. This includes services outside the group vcap,
-        because monit starts them at a reload.
+        """Start all jobs, without waiting until they are running. This includes services outside the vcap group,
+        because monit starts them on a reload.
 
         ``is_asked`` means that the start was requested. If such a start cannot be saved for the next agent, raise
         ``HostError`` and start nothing.
@@ -382,8 +383,8 @@ class Supervisor:
         was_wanted, self._is_wanted = self._is_wanted, True
         self._starting = [each for each in self._services.values() if each.spec.is_vcap or each.spec.mode != "manual"]
         try:
-            # Save before starting anything, because if this agent is killed in between, the next agent must know every
-            # process that was started. Until the marker is removed, the next agent leaves the jobs stopped.
+            # Save the state before starting anything, because if this agent is killed in between, the next agent must
+            # know every process that was started. Until the marker is removed, the next agent leaves the jobs stopped.
             if is_asked:
                 await self._require_saved()
             else:
@@ -407,15 +408,15 @@ class Supervisor:
         self._is_sealed = True
 
     def disown(self) -> None:
-        """Stop saving, because another agent continues from the saved state."""
+        """Stop saving the state, because another agent continues from the saved state."""
         self._is_sealed = True
 
     async def stop(self, *, wait: bool, timeout: float = STOP_TIMEOUT_S) -> None:
-        """Stop all jobs and, unless sealed, write the marker "stopped". If ``wait`` is set, return only once all their
-        processes have exited. A sealed supervisor also stops services that the Director does not know.
+        """Stop all jobs and, unless sealed, write the "stopped" marker. If ``wait`` is set, return only once all their
+        processes have exited. A sealed supervisor also stops services that the Director does not know about.
 
-        Raises ``ActionError`` with the Go agent's text (jobsupervisor/monit_job_supervisor.go), of which the Director
-        matches "Timed out waiting for service". Raises ``HostError`` if the stop could not be saved, because the next
+        Raises ``ActionError`` with the Go agent's text (jobsupervisor/monit_job_supervisor.go), in which the Director
+        looks for "Timed out waiting for service". Raises ``HostError`` if the stop could not be saved, because the next
         agent would then start the jobs again.
         """
         self._is_wanted = self._is_sealed and self._is_wanted
@@ -430,8 +431,8 @@ class Supervisor:
             recorded.set()
         if wait:
             await _stopped(concerned, timeout)
-            # Save now, because otherwise the next request would have to wait for the save. A save that is already in
-            # progress may not include the last exit.
+            # Save the state now, because otherwise the next request would have to wait for the save. A save that is
+            # already in progress may not include the last exit.
             if self._is_dirty or self._writing.locked():
                 await self._save()
             others = [each.process for each in self._all() if each not in concerned]
@@ -443,8 +444,8 @@ class Supervisor:
             raise unsaved
 
     async def _record_stop(self) -> HostError | None:
-        """Save a stop and write the marker "stopped". Return an error if the next agent might start the jobs again
-        nevertheless.
+        """Save a stop and write the "stopped" marker. Return an error if the next agent might nevertheless start the
+        jobs again.
         """
         is_saved = await self._save()
         if self._is_sealed or self._is_wanted:  # the jobs may have been started in the meantime
@@ -457,7 +458,7 @@ class Supervisor:
 
     @property
     def killed(self) -> list[str]:
-        """Names of the services whose processes had to be killed since the last ``forget_killed``."""
+        """Names of the services whose processes had to be killed since the last call to ``forget_killed``."""
         killed = self._programs.keepers.killed
         return sorted({each.name for each in self._services.values() if not killed.isdisjoint(each.spec.labels)})
 
@@ -471,7 +472,7 @@ class Supervisor:
             service.unmonitor()
 
     def _concerned(self) -> list[Service]:
-        """The services to which a request for all jobs applies: those in the group vcap or, while the container is
+        """The services to which a request for all jobs applies: those in the vcap group or, while the container is
         being stopped, all.
         """
         return [service for service in self._services.values() if self._is_sealed or service.spec.is_vcap]
@@ -479,8 +480,8 @@ class Supervisor:
     # --- requests to one service --------------------------------------------------------------------------------------
 
     async def start_one(self, name: str) -> None:
-        """Start a service after its prerequisites. If it was not running, its running dependants are restarted.
-        Dependants that were stopped together with it are started again.
+        """Start a service after its prerequisites. If it was not running, its running dependents are restarted.
+        Dependents that were stopped together with it are started again.
         """
         service = self._named(name)
         for each in _closure([service], lambda it: it.prerequisites):
@@ -490,18 +491,18 @@ class Supervisor:
                 each.start()
 
     async def stop_one(self, name: str) -> None:
-        """Stop a service after its dependants."""
+        """Stop a service after its dependents."""
         service = self._named(name)
         for each in _closure([service], lambda it: it.dependants):
             each.record.was_taken_along = each is not service and each.state in MONITORED
         service.stop()
 
     async def restart_one(self, name: str) -> None:
-        """Restart a service and its running dependants."""
+        """Restart a service and its running dependents."""
         self._named(name).bounce()
 
     async def monitor_one(self, name: str) -> None:
-        """Monitor a service and its prerequisites. Those that are not running are started, and their dependants are
+        """Monitor a service and its prerequisites. Those that are not running are started, and their dependents are
         restarted.
         """
         for each in _closure([self._named(name)], lambda it: it.prerequisites):
@@ -524,7 +525,7 @@ class Supervisor:
             service.resume(service.record, is_same_container=True)
 
     async def unmonitor_one(self, name: str) -> None:
-        """Stop monitoring a service and its dependants."""
+        """Stop monitoring a service and its dependents."""
         self._named(name).unmonitor()
 
     async def finished(self, name: str) -> ServiceInfo:
@@ -609,7 +610,7 @@ class Supervisor:
             for service in self._starting:
                 if service.record.state not in MONITORED:
                     services[service.spec.name.lower()] = msgspec.structs.replace(service.record, state=State.STARTING)
-            self._incarnation = self._incarnation or proc.incarnation()  # it is empty if the kernel does not reveal it
+            self._incarnation = self._incarnation or proc.incarnation()  # empty if the kernel does not reveal it
             saved = Saved(SCHEMA, self._incarnation, self._is_wanted, list(self._files), services)
             raw = msgspec.json.encode(saved)
             marker_keeps_jobs_stopped = self._is_wanted or not any(each.state in TO_RUN for each in self._concerned())

@@ -1,1 +1,1 @@
-"""Parsers for bpm.yml, and for the commands ``bpm start`` and ``bpm stop`` in monit files."""
+"""Parsers for bpm.yml, and for the ``bpm start`` and ``bpm stop`` commands in monit files."""

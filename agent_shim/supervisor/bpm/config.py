@@ -1,4 +1,4 @@
-"""Parser of bpm.yml, which defines the processes of a job and their permissions. Does no I/O.
+"""Parser for bpm.yml, which defines a job's processes and their permissions. Does no I/O.
 
 Schema and rules follow bpm-release (``src/bpm/config/job_config.go``, ``docs/config.md``). Scalars are interpreted as
 by Go's yaml.v3, which is bpm's parser. Text fields keep a scalar exactly as it is written, so ``- 1.10``, ``- 0x1f``,
@@ -26,7 +26,7 @@ ROOT: Final = PurePosixPath("/var/vcap")
 MAX_BYTES: Final = 256 * 1024
 """Maximum size of a bpm.yml."""
 MAX_MISTAKES: Final = 20
-"""Maximum number of mistakes that one error lists."""
+"""Maximum number of problems that one error lists."""
 
 
 class Volume(msgspec.Struct, frozen=True):
@@ -66,8 +66,8 @@ class Unsafe(msgspec.Struct, frozen=True):
 
 
 class ProcessConfig(msgspec.Struct, frozen=True):
-    """The definition of a process in bpm.yml. ``env`` overrides the default environment variables. An empty ``workdir``
-    is the job's directory.
+    """A process definition in bpm.yml. ``env`` overrides the default environment variables. If ``workdir`` is empty,
+    the process runs in the job's directory.
 
     ``pre_start`` runs before the process, as root and outside the sandbox; "" means none. ``capabilities`` have no
     ``CAP_`` prefix. ``ephemeral_disk`` and ``persistent_disk`` grant access to ``data/JOB`` and ``store/JOB``.
@@ -95,8 +95,8 @@ class BpmFile(msgspec.Struct, frozen=True):
     processes: tuple[ProcessConfig, ...] = ()
 
     def process(self, name: str) -> ProcessConfig | None:
-        """Return the first process with this name, or None. The name is the argument of bpm's option ``-p``, or by
-        default the name of the job.
+        """Return the first process with this name, or None. The name is the argument of bpm's ``-p`` option, or by
+        default the job's name.
         """
         return next((process for process in self.processes if process.name == name), None)
 
@@ -107,8 +107,8 @@ def parse(
     """Parse a bpm.yml. Raises ``ConfigError`` with the text ``cannot read ORIGIN: line L: KEY PATH: found X, expected
     Y; …``.
 
-    Additional volumes must be below ``root`` and must not be the disks of ``job``. For each key that is ignored because
-    it is unknown, a message is appended to ``unknown``.
+    Additional volumes must be below ``root`` and must not be the data or store directory of ``job`` itself. For each
+    key that is ignored because it is unknown, a message is appended to ``unknown``.
     """
     if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
         raise ConfigError(f"cannot read {origin}: it has more than {MAX_BYTES >> 10} KiB")
@@ -247,7 +247,7 @@ _LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Notes:
-    """The mistakes and mappings found in a file."""
+    """Collects the errors in a file, and its mappings, which are searched for unknown keys afterwards."""
 
     def __init__(self) -> None:
         self.mistakes: list[str] = []
@@ -306,7 +306,7 @@ class _Map:
 
     def maps(self, key: str, *, has_holes: bool = True) -> list[_Map]:
         """Return the mappings in the list at ``key``. Null items are skipped if ``has_holes`` is set; otherwise they
-        are mistakes.
+        are errors.
         """
         found = []
         for path, node in self._items(key):
@@ -330,7 +330,7 @@ class _Map:
 
     def number(self, key: str, least: int, most: int) -> int | None:
         """Return the integer at ``key``, or None if it is absent. A value that is not between ``least`` and ``most`` is
-        a mistake.
+        an error.
         """
         if not self.has(key):
             return None

@@ -33,8 +33,8 @@ class MonitProgram(msgspec.Struct, frozen=True):
 
 
 class Action(msgspec.Struct, frozen=True):
-    """The action of a rule. Only ``exec`` has a ``program``. ``ignore`` does nothing; it is used internally and cannot
-    be written in a control file.
+    """A rule's action. Only ``exec`` has a ``program``. ``ignore`` does nothing; it is used internally and cannot be
+    written in a control file.
     """
 
     kind: ActionKind
@@ -56,8 +56,8 @@ ONCE: Final = Rate()
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """The subject of the check does not exist or, if it is a process, is not running. A rule with this test replaces
-    monit's default rule, which restarts the service.
+    """The checked path does not exist, or the checked process is not running. A rule with this test replaces monit's
+    default rule, which restarts the service.
     """
 
 
@@ -73,7 +73,7 @@ class Restarts(msgspec.Struct, frozen=True):
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """Comparison with a limit in percent, bytes or a plain number.
+    """Comparison with a limit, which is a percentage, a number of bytes or a plain number.
 
     The metrics of a process are ``cpu``, ``totalcpu``, ``memory``, ``totalmemory`` and ``children``, and those of the
     system are ``memory``, ``swap``, ``cpu user``, ``cpu system`` and ``cpu wait``. A process and the system also have
@@ -95,8 +95,8 @@ class Changed(msgspec.Struct, frozen=True):
 
 
 class Unlike(msgspec.Struct, frozen=True):
-    """A value differs from the expected value, which is a mode in octal digits, an owner, or a checksum. An expected
-    checksum of "" stands for the checksum at the first check.
+    """A value differs from the expected value, which is a mode in octal digits, an owner, or a checksum. If the
+    expected checksum is "", the checksum at the first check is used instead.
     """
 
     what: Literal["checksum", "gid", "permission", "uid"]
@@ -105,7 +105,7 @@ class Unlike(msgspec.Struct, frozen=True):
 
 
 class Match(msgspec.Struct, frozen=True):
-    """A new line of a file matches ``pattern``, or does not match it if ``is_negated``."""
+    """A new line in a file matches ``pattern``, or does not match it if ``is_negated``."""
 
     pattern: str
     is_negated: bool = False
@@ -131,7 +131,7 @@ class Echo(msgspec.Struct, frozen=True):
 
 
 class Protocol(msgspec.Struct, frozen=True):
-    """The protocol of a connection test. ``name`` is monit's name for the protocol. The protocol ``default`` only
+    """The protocol of a connection test. ``name`` is monit's name for the protocol. The ``default`` protocol only
     connects, and ``generic`` carries out the ``send`` and ``expect`` steps in ``dialogue``.
 
     A ``send`` text may contain ``\\0xHH`` for bytes, including zero. The remaining fields apply only to http.
@@ -235,7 +235,7 @@ class Ignored(_Placed, frozen=True):
 
 
 class JobFile(msgspec.Struct, frozen=True):
-    """A monit file of a job. ``name`` is empty for ``monit`` and ``x`` for ``x.monit``."""
+    """A job's monit file. ``name`` is "" for the file ``monit``, and "x" for ``x.monit``."""
 
     job: str
     name: str

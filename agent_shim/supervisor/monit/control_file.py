@@ -1,9 +1,9 @@
 """Reads monit's control file (``/var/vcap/bosh/etc/monitrc`` on a stemcell) for a daemon that replaces monit.
 
-The parser understands the statements of monit 5.2.5 (``p.y``) and reads included files in the same order as monit
-(``include_file`` in ``l.l``), which begins with the last name. If there is a mistake in the control file itself, the
-daemon exits, as monit does. A mistake in an included file, which may come from a release, affects only the services in
-that file, or only the wrong ``set`` statement.
+The parser understands monit 5.2.5's statements (``p.y``) and reads included files in the same order as monit,
+from the last name to the first (``include_file`` in ``l.l``). If there is an error in the control file itself, the
+daemon exits, as monit does. An error in an included file, which may come from a release, affects only the services in
+that file, or only the invalid ``set`` statement.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 MAX_DEPTH: Final = 8
 """Maximum depth of includes. monit allows ten."""
 _NUMBERED: Final = re.compile(r"[0-9]{4}_(?=.)")
-"""Matches the number that the Go agent puts before the name of a job (applier/jobs/rendered_job_applier.go)."""
+"""Matches the number that the Go agent puts before a job's name (applier/jobs/rendered_job_applier.go)."""
 
 
 class Control(msgspec.Struct):
@@ -107,7 +107,7 @@ def _take(control: Control, path: Path, depth: int) -> None:
     control.job_files.append(JobFile(_NUMBERED.sub("", path.stem, count=1), "", text))
     for token in Reader(text).includes if depth < MAX_DEPTH else ():
         pattern = token.value.strip("\"'")
-        # As in monit, patterns are absolute.
+        # As in monit, a relative pattern begins at the root directory.
         for found in sorted(Path("/").glob(pattern.lstrip("/")), reverse=True):
             _take(control, found, depth + 1)
 
@@ -179,7 +179,7 @@ def _httpd(control: Control, reader: Reader) -> None:
 
 
 def _allow(control: Control, reader: Reader) -> None:
-    """Read ``user:password``, ``cleartext FILE user…`` or an address of this machine."""
+    """Read ``user:password``, ``cleartext FILE user…`` or one of this machine's addresses."""
     if reader.take("cleartext"):
         path, names = Path(reader.path("a file of passwords")), set()
         while token := reader.take("STRING"):

@@ -1,9 +1,9 @@
-"""Lexer of monit control files. Does no I/O.
+"""Lexer for monit control files. Does no I/O.
 
 Follows monit 5.2.5, the version on every BOSH machine, and was tested against it. The longest match wins; of equally
 long matches, the first one wins. Some keywords change the rules for the next token: ``check`` is followed by a name,
-and ``start "`` by the arguments of a program. Because the parser does not influence these rules, a text can be
-tokenised completely before it is parsed.
+and ``start "`` by a program's arguments. Because the parser does not influence these rules, a text can be tokenised
+completely before it is parsed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Token(NamedTuple):
     """One token. ``start`` and ``end`` are offsets into the text.
 
     ``kind`` is a keyword in canonical spelling, a kind of value (``STRING PATH NUMBER REAL MAIL NAME URL INCLUDE FROM
-    REPLY-TO SUBJECT MESSAGE``), ``END`` at the end of the text, or ``BAD``. For any other character, it is that
-    character. ``value`` is the text of a value without quotes and escapes, or a description of what is wrong with a
-    ``BAD`` token.
+    REPLY-TO SUBJECT MESSAGE``), ``END`` at the end of the text, or ``BAD``. The kind of any other character is the
+    character itself. ``value`` is the text of a value without quotes and escapes, or a description of what is wrong
+    with a ``BAD`` token.
     """
 
     kind: str
@@ -117,7 +117,7 @@ _ARGUMENTS: Final = _mode(skip=r"[ \r\t]+", line=r"\n", over=r"\"", quoted=r"'[^
 """Inside the quotes of a program. Quoting differs from a shell: ``'`` is special only at the start of an argument."""
 
 _PATTERN: Final = _mode(skip=r"[ \t\r\n]+", quoted=r"\"[^\"\r\n]+\"|'[^'\r\n]+'", bare=r"[^ \t\r\n]+")
-"""After ``include``: a pattern of file names."""
+"""After ``include``: a file name pattern."""
 
 _NUMBER: Final = re.compile(r"[0-9]+(\.[0-9]+)?")
 _ESCAPE: Final = r"\\(?:([ntr \\])|0x(?!00)([0-9a-fA-F]{2}))"
@@ -248,7 +248,7 @@ def _append_single_token(match: re.Match[str], tokens: list[Token]) -> int:
     match match.lastgroup:
         case "quoted":
             kind, value = "PATH" if text[1] == "/" and "\n" not in text else "STRING", unescape(text[1:-1])
-        case "mail":  # an address ends with the word, a subject with the line, and a message with the braces
+        case "mail":  # an address is one word, a subject is the rest of the line, and a message is in braces
             kind, _, value = text.partition(":")
             kind, value = kind.upper(), value.strip(" \t\r\n")
         case "url":

@@ -1,8 +1,8 @@
-"""Parser of the monit 5.2.5 control language. Does no I/O.
+"""Parser for the monit 5.2.5 control language. Does no I/O.
 
 The parser was tested against that version of monit and refuses the same texts, with two exceptions. Tests on which the
 agent does not act are not checked, and neither is anything that depends on the machine, such as name resolution and the
-existence of users, groups and files. ``problems`` finds conflicts between the files of several jobs.
+existence of users, groups and files. ``problems`` finds conflicts between several jobs' files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_BYTES: Final = 256 * 1024
 """Maximum size of one file. It is limited because parsing takes more than linear time."""
 
 MAX_MISTAKES: Final = 20
-"""Maximum number of mistakes that an error lists for one file."""
+"""Maximum number of problems that an error lists for one file."""
 
 LATER: Final = ("program", "network")
 """Check types that only newer versions of monit support."""
@@ -37,10 +37,10 @@ def parse(
     without_effect: list[Ignored] | None = None,
     read_set: Callable[[Reader], None] | None = None,
 ) -> MonitFile:
-    """Parse a control file. Raises ``ConfigError`` with the mistakes in all statements: ``cannot read ORIGIN: line L
+    """Parse a control file. Raises ``ConfigError`` with the errors in all statements: ``cannot read ORIGIN: line L
     column C: found X, expected Y; line …``.
 
-    Statements without effect are appended to ``without_effect``, even if the file has mistakes. ``read_set`` reads the
+    Statements without effect are appended to ``without_effect``, even if the file has errors. ``read_set`` reads the
     rest of a ``set`` statement (default: ``skip_set``).
     """
     if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
@@ -78,8 +78,8 @@ def parse(
 
 
 def skip_set(reader: Reader) -> None:
-    """Skip a ``set`` statement, up to the next ``set`` or ``check``. It configures the monit daemon, and no known
-    release contains one.
+    """Skip a ``set`` statement, up to the next ``set`` or ``check``. Such statements configure the monit daemon,
+    and no known release contains one.
     """
     first = reader.next
     while reader.kind not in ("set", "END", "BAD") and not reader.kind.startswith("check "):
@@ -89,9 +89,7 @@ def skip_set(reader: Reader) -> None:
 
 
 def _recover(reader: Reader, first: int, exc: MonitSyntaxError) -> None:
-    """Record the mistake in the statement at token ``first``, and continue with the next statement that begins a
-    line.
-    """
+    """Record the error in the statement at token ``first``, and continue with the next statement that begins a line."""
     reader.mistakes.append(str(exc))
     if reader.at == first:
         reader.skip()
@@ -107,7 +105,7 @@ def _recover(reader: Reader, first: int, exc: MonitSyntaxError) -> None:
 
 
 def _check(reader: Reader, services: Mapping[str, Check], ignored: list[Ignored]) -> Check:
-    """Parse a check. If its head contains a mistake, return a check without a name, so that mistakes in its options are
+    """Parse a check. If its head contains an error, return a check without a name, so that errors in its options are
     found too.
     """
     check = Check(cast("Kind", reader.kind.removeprefix("check ")), "", line=reader.line(reader.next))
@@ -150,8 +148,8 @@ def _head(reader: Reader, services: Mapping[str, Check]) -> Check:
 
 
 def _options(reader: Reader, check: Check, ignored: list[Ignored]) -> Check:
-    """Parse the options of a check, which may occur in any order and number. Options without effect are appended to
-    ``ignored``.
+    """Parse the options of a check, which may occur in any order and any number of times. Options without effect are
+    appended to ``ignored``.
     """
     kind = f"check {check.kind}"
     while reader.kind not in ("END", "set") and not reader.kind.startswith("check "):

@@ -1,4 +1,4 @@
-"""Reads the tokens of a monit control file and locates errors. Does no I/O."""
+"""Reads a monit control file's tokens and locates errors. Does no I/O."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 from agent_shim.supervisor.monit.lexer import KEYWORDS, Token, lex
 
 MAX_DIGITS: Final = 36
-"""Maximum number of digits of an integer. This is far more than monit's 32-bit integers can have."""
+"""Maximum number of digits in an integer. This is far more than monit's 32-bit integers can have."""
 
 MAX_REAL: Final = 1e18
 """Maximum value of a number with a decimal point."""
@@ -17,7 +17,7 @@ MAX_SHOWN_CHARS: Final = 40
 
 
 class MonitSyntaxError(ValueError):
-    """A mistake in one statement: its position, the text found and the text expected."""
+    """An error in one statement: its position, the text found and the text expected."""
 
 
 class Reader:
@@ -46,7 +46,7 @@ class Reader:
         self.kind = self.next.kind
 
     def begins_line(self) -> bool:
-        """Return True if the next token is the first of its line."""
+        """Return True if the next token is the first on its line."""
         return not self.text[self.text.rfind("\n", 0, self.next.start) + 1 : self.next.start].strip()
 
     @property
@@ -105,7 +105,7 @@ class Reader:
         return seconds
 
     def error(self, expected: str, token: Token | None = None) -> MonitSyntaxError:
-        """Build an error with the text found at ``token`` (default: the next one) and the text expected."""
+        """Build an error with the text found at ``token`` (default: the next one) and the expected text."""
         token = token or self.next
         column = token.start - self.text.rfind("\n", 0, token.start)
         position = f"line {self.line(token)} column {column}"
@@ -115,12 +115,12 @@ class Reader:
         return self.text.count("\n", 0, token.start) + 1
 
     def written(self, first: int) -> str:
-        """Return the source text of the tokens from number ``first`` to the last one that was consumed, separated by
-        single blanks.
+        """Return the source text of the tokens from index ``first`` to the last one consumed. They are separated by
+        single spaces, except that a newline follows a mail subject.
         """
         found = ""
         for token in self.tokens[first : self.at]:
-            # The subject of a mail extends to the end of its line.
+            # A mail subject extends to the end of its line.
             found += self.text[token.start : token.end].strip() + ("\n" if token.kind == "SUBJECT" else " ")
         return found.rstrip()
 

@@ -1,4 +1,4 @@
-"""Parser of rules and programs in a monit control file. Does no I/O.
+"""Parser for rules and programs in a monit control file. Does no I/O.
 
 A rule reads ``if TEST [RATE] then ACTION [else if succeeded [RATE] then ACTION]``. The parts of tests and programs have
 a fixed order: user and group, timeout, rate.
@@ -21,7 +21,7 @@ MAX_CYCLES: Final = 64
 """Maximum number of past checks that monit takes into account for one rule."""
 
 MAX_WORDS: Final = 63
-"""Maximum number of words of a program, including its path."""
+"""Maximum number of words in a program, including its path."""
 
 UNITS: Final[Mapping[str, int]] = {"b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 
@@ -41,7 +41,7 @@ UNSPOKEN_PROTOCOLS: Final = frozenset(PLAIN_PROTOCOLS) - {"default"}
 PROTOCOLS: Final = tuple(sorted((*PLAIN_PROTOCOLS, "apache-status", "http", "radius", "sip")))
 
 DIGESTS: Final[Mapping[int, values.Algorithm]] = {32: "md5", 40: "sha1"}
-"""Checksum algorithms by the number of their hexadecimal digits."""
+"""Checksum algorithms, keyed by the number of hexadecimal digits in a checksum."""
 
 NO_TLS: Final = "monit on a BOSH machine has no TLS"
 
@@ -277,7 +277,7 @@ AMOUNT: Final = "a number, a blank and a unit, like '500 mb'"
 
 
 def read_regex(reader: Reader, *kinds: str) -> str:
-    """Read the next token, whose kind must be one of ``kinds``, and return it as a regular expression that compiles."""
+    """Read a regular expression that compiles. The next token's kind must be one of ``kinds``."""
     token = reader.need("a regular expression", *kinds)
     try:
         posix_regex.compiled(token.value)
@@ -429,7 +429,7 @@ otherwise one.
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "alert ADDRESS, noalert ADDRESS": "alerts go to the Health Monitor",
     "set …, include …": "they configure the monit daemon, which the agent replaces",
-    "if failed … protocol apache-status, radius or sip …": "no known release tests these protocols; other rules apply",
+    "if failed … protocol apache-status, radius or sip …": "no known release tests these protocols",
     "… protocol ftp, mysql and others without options": "only the connection is tested; no known release needs more",
     "if match PATH, ignore match PATH": "no known release reads patterns from another file",
 }

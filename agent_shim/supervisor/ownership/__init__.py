@@ -1,3 +1,3 @@
 """Determines which processes belong to a service (``keepers``) and which one it watches (``process_finder``), and
-terminates all processes of a service.
+terminates all of a service's processes.
 """

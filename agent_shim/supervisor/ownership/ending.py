@@ -1,4 +1,4 @@
-"""Values that describe how a service lost its process, or that the path of a check is missing."""
+"""Values that describe how a service lost its process, or that a checked path is missing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Unknown(msgspec.Struct, frozen=True):
 
 
 class NoPid(msgspec.Struct, frozen=True):
-    """The pidfile does not name a process any more. The process itself may still be alive."""
+    """The pidfile no longer names a process. The process itself may still be alive."""
 
     kind = "unknown"
 

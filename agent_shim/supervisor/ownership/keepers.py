@@ -1,9 +1,9 @@
-"""The keepers of one supervisor. They determine which service a process belongs to, and terminate all processes of a
-service.
+"""One supervisor's keepers. They determine which service a process belongs to, and terminate all of a service's
+processes.
 
-Each program runs below a separate keeper (``host.keeper``). The keeper's label names the owner: a service, a bpm.yml
-process (``bpm.calls.bpm_label``), or the scripts or the rules of a job. All descendants of a keeper belong to its
-label. They cannot escape from the keeper, so nothing else is needed to find the owner of a process.
+Each program runs under a separate keeper (``host.keeper``). The keeper's label names the owner: a service, a bpm.yml
+process (``bpm.calls.bpm_label``), or a job's scripts or rules. All descendants of a keeper belong to its label. They
+cannot escape from the keeper, so nothing else is needed to find the owner of a process.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from agent_shim.supervisor.ownership.process_record import Identity
 logger = logging.getLogger(__name__)
 
 EXIT_WAIT_S: Final = 0.25
-"""Seconds that the other processes of a service may still run after its main process has exited, before they are
-signalled.
+"""Seconds that a service's other processes may still run after its main process has exited, before they are signalled.
 """
 KILL_ROUNDS: Final = 3
-"""How many times KILL is sent to a process tree that is not below the service's keepers. If it forks processes during
+"""How many times KILL is sent to a process tree that is not under the service's keepers. If it forks processes during
 one round, they are found in the next.
 """
 
@@ -90,13 +89,13 @@ def left(identities: Iterable[Identity]) -> list[Left]:
 
 
 class Keepers:
-    """All keepers of one supervisor."""
+    """All of one supervisor's keepers."""
 
     def __init__(self, paths: Paths) -> None:
         self.killed: set[str] = set()
         """Labels of the keepers whose processes had to be killed. The caller clears this set."""
         self.on_loss: Callable[[str, list[Left]], None] | None = None
-        """Called when a keeper was killed, with its label and the processes that may have been below it."""
+        """Called when a keeper was killed, with its label and the processes that may have been under it."""
         self._lost: dict[str, _Lost] = {}
         """Killed keepers by socket name.
 
@@ -112,7 +111,7 @@ class Keepers:
     # --- lifecycle ----------------------------------------------------------------------------------------------------
 
     async def find(self) -> None:
-        """Connect to the keepers of an earlier agent. Keepers that cannot be reached are treated as killed."""
+        """Connect to an earlier agent's keepers. Keepers that cannot be reached are treated as killed."""
         found, ended = await keeper.find(self._directory)
         self._lost = {name: _Lost(since, 0) for name, since in ended.items()}
         self._kept = (*self._kept, *found)
@@ -128,15 +127,15 @@ class Keepers:
                 (self._directory / name).unlink()
 
     def settle(self) -> None:
-        """Start following the keepers that an earlier agent has left, and release those without descendants. Call this
-        after reading all exits that the keepers have recorded.
+        """Start following an earlier agent's keepers, and release those without descendants. Call this after reading
+        all exits that the keepers have recorded.
         """
         for each in self._kept:
             if each.on_change is None:
                 self._follow(each)
 
     def close(self) -> None:
-        """Disconnect from all keepers, which keep running."""
+        """Disconnect from all keepers, and leave them running."""
         for each in self._kept:
             each.on_change = None
             each.close()
@@ -144,7 +143,7 @@ class Keepers:
             task.cancel()
 
     async def run(self, label: str, program: keeper.Program, out: int | Path | None, err: int | Path | None) -> Process:
-        """Run a program below a new keeper. Its streams are descriptors, files to append to, or None for ``/dev/null``.
+        """Run a program under a new keeper. Its streams are descriptors, files to append to, or None for ``/dev/null``.
 
         The returned ``Process`` may already have exited. Raises ``HostError`` with the text "cannot run PROGRAM: why".
         """
@@ -156,7 +155,9 @@ class Keepers:
             program = msgspec.structs.replace(program, stdout=streams[0], stderr=streams[1])
             made: list[Keeper] = []
 
-            def keep(each: Keeper) -> None:  # called before the program runs, which may immediately write a pidfile
+            def keep(
+                each: Keeper,
+            ) -> None:  # called before the program runs, because the program may immediately write a pidfile
                 made.append(each)
                 self._kept = (*self._kept, each)
 
@@ -236,14 +237,14 @@ class Keepers:
         return found.label if found is not None else ""
 
     def adopt(self, identity: Identity) -> Process | None:
-        """Watch a process. If it is below a keeper, the keeper reports how it exits. Return None if the process is
+        """Watch a process. If it is under a keeper, the keeper reports how it exits. Return None if the process is
         gone.
         """
         above = self.above(identity)
         return process.adopt(*identity) if above is None else above.adopt(*identity)
 
     def ending_of(self, identity: Identity) -> keeper.Exit | None:
-        """Return how a process exited if a keeper of an earlier agent recorded that, otherwise None."""
+        """Return how a process exited if an earlier agent's keeper recorded that, otherwise None."""
         return next(filter(None, (each.exit_of(identity) for each in self._kept)), None)
 
     def of_former_agent(self, label: str) -> list[Identity]:
@@ -251,13 +252,13 @@ class Keepers:
         return job_cgroups.members_of(f"{label}@{self.base}")
 
     async def orphans(self, labels: Collection[str]) -> list[Left]:
-        """Return the processes that may have been below the killed keepers of these labels.
+        """Return the processes that may have been under the killed keepers with these labels.
 
         A keeper also counts as killed if another program has connected to it. Such a keeper is still alive, so it is
         returned as well.
         """
         lost = [self._lost[name] for name in self._lost_keepers_of(labels)]
-        if lost:  # wait a moment, because a keeper's connection closes just before its processes get another parent
+        if lost:  # wait a moment, because a keeper's connection closes just before its processes get a new parent
             await process.send_all({each.identity for each in lost}, 0, EXIT_WAIT_S)
         return await asyncio.to_thread(self._orphans, lost) if lost else []
 
@@ -265,8 +266,8 @@ class Keepers:
         return [name for name in self._lost if keeper.label_of(name) in labels]
 
     def _orphans(self, lost: Collection[_Lost]) -> list[Left]:
-        """Return the living processes that the killed keepers may have left to their parents, except those that this
-        process has started.
+        """Return the living processes that may have been under the killed keepers, except those that this process has
+        started.
         """
         keepers = {each.identity for each in lost}
         # Read the pids of our own processes before the process table, because such a process may exit in between. The
@@ -295,7 +296,7 @@ class Keepers:
     async def end(
         self, labels: Collection[str], others: Collection[Identity], grace: float, *, is_usual: bool = False
     ) -> list[Left]:
-        """Send TERM, and KILL after ``grace`` seconds, to all processes below the keepers of these labels and to
+        """Send TERM, and KILL after ``grace`` seconds, to all processes under the keepers with these labels and to
         ``others``.
 
         The descendants of ``others`` are terminated too. Return the survivors, and the orphans of killed keepers.
@@ -315,16 +316,16 @@ class Keepers:
         return alive
 
     async def trees(self, labels: Collection[str], roots: Collection[Identity]) -> list[Identity]:
-        """Return the living processes in the trees of ``roots``. A root that is below a keeper of these labels is left
-        out, with its descendants.
+        """Return the living processes in the trees of ``roots``. A root that is under a keeper with one of these labels
+        is left out, with its descendants.
         """
         kept = self.of(labels)
         apart = [each for each in roots if self.above(each) not in kept]
         return await asyncio.to_thread(_trees, apart) if apart else []
 
     async def _end(self, each: Keeper, grace: float) -> list[Left]:
-        """Send TERM, and KILL after ``grace`` seconds, to all processes below one keeper, and return the survivors. If
-        the keeper was killed, return an empty list, because its processes are then orphans.
+        """Send TERM, and KILL after ``grace`` seconds, to all processes under one keeper, and return the survivors. If
+        the keeper was killed, return an empty list, because in that case its processes are orphans.
         """
         try:
             if await each.end(grace):
@@ -335,7 +336,7 @@ class Keepers:
                 return [Left(each.pid, each.since, f"the keeper of {each.label}, which does not answer")]
         alive = await asyncio.to_thread(lambda: left(one.identity for one in each.processes() if not each.is_lost))
         if not alive and not each.is_lost and not each.state.is_childless:
-            # For example, a killed process that is being traced stays a zombie until its tracer has reaped it.
+            # A killed process can remain a zombie, for example until its tracer has reaped it.
             alive = [Left(each.pid, each.since, f"the keeper of {each.label}, which still has dead children")]
         return alive
 

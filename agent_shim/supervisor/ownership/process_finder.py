@@ -1,4 +1,4 @@
-"""Finds and tracks the process of a service or, for a check that has no process, its path."""
+"""Finds and tracks a service's process or, for a check that has no process, its path."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Timing(msgspec.Struct, frozen=True):
     """
     eager_limit: float = 1.0
     """Longest delay between restarts during the ``eager`` period. The sum of this delay and ``settle`` is less than a
-    cycle, so that a process is reported as running no later than with monit, which does so after one cycle.
+    cycle, so that a process is reported as running no later than under monit, which reports it after one cycle.
     """
     stop: float = 30.0
     """How long a process without a stop program may take to exit after TERM."""
     grace: float = 5.0
-    """Time between TERM and KILL for processes left by a stop program."""
+    """Time between TERM and KILL for processes that a stop program has left running."""
     linger: float = 2.0
     """Once the process is up, the start program gets this long to exit. Once the start program has exited, the process
     gets this long to appear. If a process forks a daemon and exits, the daemon is accepted in its place for at least
@@ -58,7 +58,7 @@ class Timing(msgspec.Struct, frozen=True):
     look: float = 1.0
     """Poll interval for changes that no file descriptor reports, such as the late appearance of a process or a path."""
     cycle: float = 10.0
-    """Length of a monit cycle. Rates of rules are given in cycles."""
+    """Length of a monit cycle. Rule rates are given in cycles."""
 
 
 class LateError(HostError):
@@ -66,7 +66,7 @@ class LateError(HostError):
 
 
 class ProcessFinder:
-    """Finds and tracks the process of a service. ``program`` is the start program during a start.
+    """Finds and tracks a service's process. ``program`` is the start program during a start.
 
     The methods get the service's process record as ``record``, and ``changed`` is called after each change to it.
     """
@@ -126,8 +126,8 @@ class ProcessFinder:
 
     @property
     def is_refused_process_alive(self) -> bool:
-        """Return True if the pidfile named a process that was not adopted because it may not belong to the service, and
-        that process is still alive.
+        """Return True if the pidfile named a process that was not adopted because it might not belong to the service,
+        and that process is still alive.
         """
         return self._refused is not None and proc.is_there(self._refused[1])
 
@@ -227,8 +227,8 @@ class ProcessFinder:
     async def arrival(self, spec: ProcessSpec, record: ProcessRecord) -> None:
         """Wait for the process, and for the exit of the start program unless the program itself is the process.
 
-        Raises ``HostError`` if no process can appear any more. Raises ``LateError`` after the timeout of the start
-        program, which keeps running, as under monit (monit 5.2.5 control.c, ``wait_start``).
+        Raises ``HostError`` if no process can appear any more. Raises ``LateError`` when the start program exceeds its
+        timeout. The program keeps running, as under monit (monit 5.2.5 control.c, ``wait_start``).
         """
         program = self.program
         assert program is not None
@@ -295,7 +295,7 @@ class ProcessFinder:
         if pidfile is None or found is None or not found.is_alive or (found.pid != 1 and found.pid == os.getpid()):
             return None
         if spec.start is None:
-            return found, Tie.NAMED  # like monit, trust the pidfile of a process that it does not start
+            return found, Tie.NAMED  # like monit, trust the pidfile if there is no start program
         relation, why = await asyncio.to_thread(tie, self._keepers, found, spec, record, pidfile)
         if relation is Tie.NONE:
             self._refuse(pidfile, found, why)

@@ -1,5 +1,5 @@
 """Pidfiles, and the persistent record of a service's processes. Processes are identified by pid and start time, because
-pids are reused, which happens very soon in a container.
+pids are reused. In a container, this can happen very quickly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Pidfile(NamedTuple):
     """Modification time in seconds since 1970."""
     inode: int
     owner: int = 0
-    """Uid of the owner."""
+    """The owner's uid."""
 
 
 def read(path: Path | str | None) -> Pidfile | None:
@@ -44,7 +44,7 @@ def read(path: Path | str | None) -> Pidfile | None:
 def is_void(path: Path | str) -> bool:
     """Return True if a pidfile is missing or does not name an existing process. monit 5.2.5 treats both cases alike.
 
-    Return False if it cannot be read, for example because no descriptor is free.
+    Return False if it cannot be read, for example because no file descriptor is free.
     """
     try:
         found = _read(path)
@@ -87,22 +87,22 @@ keeps the names from earlier versions.
 
 
 class ProcessRecord(msgspec.Struct, rename=_SAVED_NAMES):
-    """What the agent has to remember about a service's processes in addition to their keepers. It is part of the saved
+    """The agent's own record of a service's processes, in addition to their keepers. It is part of the saved
     state.
     """
 
     known: Identity | None = None
     """The service's process, for as long as it may be alive."""
     is_only_named: bool = False
-    """True if the only relation of ``known`` to the service is a pidfile or a pattern. Then it is watched but never
-    signalled.
+    """True if only a pidfile or a pattern relates ``known`` to the service. In that case, the process is watched but
+    never signalled.
     """
     was_in_cgroup: bool = False
     """True if an agent without keepers (0.2.0) tracked the processes with a cgroup."""
     program: Identity | None = None
     """The start program, for as long as it may be alive."""
     others: list[Identity] = []
-    """Processes of the service that are not below one of its keepers, because they were taken over from scripts or
+    """Service processes that are not under one of the service's keepers, because they were taken over from scripts or
     rules, or from an agent without keepers. Their descendants belong to the service too.
     """
     begun: int = 0
@@ -113,19 +113,19 @@ class ProcessRecord(msgspec.Struct, rename=_SAVED_NAMES):
     """The pidfile that named ``known``."""
 
     def begin(self, program: Identity, pidfile: Pidfile | None) -> None:
-        """Record that a start program was started. ``pidfile`` is the pidfile as it was before."""
+        """Record that a start program was started. ``pidfile`` is the pidfile as it was before the start."""
         self.program, self.begun = program, program[1]
         self.before = pidfile
 
     def ended(self, process: Identity) -> None:
-        """Record the exit of a process of the service."""
+        """Record the exit of one of the service's processes."""
         if process == self.known:
             self.known = None
         if process == self.program:
             self.program = None
 
     def take_over(self, processes: Iterable[Identity]) -> None:
-        """Record processes that are not below a keeper of the service, and forget those that have exited."""
+        """Record processes that are not under one of the service's keepers, and forget those that have exited."""
         self.others = sorted(each for each in {*self.others, *processes} if proc.is_there(each))
 
     def is_fresh(self, pidfile: Pidfile) -> bool:

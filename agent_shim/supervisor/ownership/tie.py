@@ -16,7 +16,7 @@ from agent_shim.supervisor.ownership.process_record import Pidfile, ProcessRecor
 from agent_shim.supervisor.plan import ProcessSpec
 
 PROGRAMS: Final = ("packages/", "jobs/", "data/packages/", "data/jobs/")
-"""Directories below the base that contain the programs of jobs. Only root can write to them."""
+"""Directories below the base that contain job programs. Only root can write to them."""
 TOLERANCE_S: Final = 0.1
 """Tolerance for comparing the modification time of a file with the start of a process, because they come from different
 clocks.
@@ -24,16 +24,16 @@ clocks.
 
 
 class Tie(enum.Enum):
-    """The relation of a process to a service whose pidfile or pattern refers to the process."""
+    """The relation between a process and a service whose pidfile or pattern refers to the process."""
 
     OWNED = "owned"
-    """The process is below a keeper of the service, or was taken over from an agent without keepers."""
+    """The process is under one of the service's keepers, or was taken over from an agent without keepers."""
     SHARED = "shared"
-    """The process was started by a script of the service's job or by a rule of any job. Such scripts and rules may also
-    have started processes of other services, so a stop terminates only this process and its descendants.
+    """The process was started by a script in the service's job or by a rule in any job. Such scripts and rules may also
+    have started other services' processes, so a stop terminates only this process and its descendants.
     """
     NAMED = "named"
-    """The process is not below a keeper, but it runs a job's program that was started by hand or by another program. It
+    """The process is not under a keeper, but it runs a job's program that was started by hand or by another program. It
     is watched but never signalled.
     """
     NONE = "none"
@@ -42,8 +42,8 @@ class Tie(enum.Enum):
 def tie(
     keepers: Keepers, found: proc.Stat, spec: ProcessSpec, record: ProcessRecord, pidfile: Pidfile
 ) -> tuple[Tie, str]:
-    """Return the relation of a process to the service whose pidfile names it and, for ``Tie.NONE``, the reason. Blocks
-    for a moment.
+    """Return the relation between a process and the service whose pidfile names it and, for ``Tie.NONE``, the reason.
+    Blocks for a moment.
     """
     if found.identity == record.known:
         return (Tie.NAMED if record.is_only_named else Tie.OWNED), ""
