@@ -1,8 +1,8 @@
 """Unpacks tar archives, or reads their members one by one.
 
-The digest of an archive is checked before it is read, so whoever made the archive is as trusted as the Director. The
-limits on size, number of members and time only guard against faulty archives. :mod:`tarfile` is only used to read the
-headers. The files are created here, because Python versions differ in how ``tarfile`` creates them.
+An archive's digest is checked before the archive is read, so whoever made the archive is as trusted as the Director.
+The limits on size, number of members and time guard only against faulty archives. :mod:`tarfile` is used only to read
+the headers. The files are created here, because Python versions differ in how ``tarfile`` creates them.
 
 The result is the same as when root runs GNU tar with ``--no-same-owner``, as the Go agent does (bosh-utils
 fileutil/tarball_compressor.go): modes and times are kept, and the unpacking user owns all files. As with GNU tar, an
@@ -54,9 +54,9 @@ def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
     """Unpack all of ``source``, a tar file in any compression format, into the new directory ``into``.
 
     If ``subtree`` is given, as for rendered templates, the archive must be gzip, and only the content of that directory
-    (``job/…`` or ``./job/…``) is unpacked, directly into ``into``. Symbolic links may point anywhere, as those in
-    packages do to ``/var/vcap/packages/…``, but nothing is ever written through a link. If the archive is invalid,
-    ``into`` is removed and ``ArchiveError`` is raised.
+    (``job/…`` or ``./job/…``) is unpacked, directly into ``into``. Symbolic links may point anywhere (those in packages
+    point to ``/var/vcap/packages/…``), but nothing is ever written through a link. If the archive is invalid, ``into``
+    is removed and ``ArchiveError`` is raised.
     """
     try:
         into.mkdir(mode=0o700)
@@ -69,7 +69,7 @@ def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
             found = _unpack(source, into, subtree)
         except _BROKEN as exc:
             raise ArchiveError(f"cannot unpack the archive: {exc}") from exc
-        if not found:  # the error text is that of agent/tarpath/detector.go
+        if not found:  # the same error text as in agent/tarpath/detector.go
             raise ArchiveError(f"Detecting prefix of package files: no file with prefix '{subtree}' found")
     except BaseException:
         files.remove_tree(into)
@@ -83,7 +83,7 @@ def _unpack(source: BinaryIO, into: Path, subtree: str) -> bool:
         tree = _UnpackedTree(fd)
         for member, path, data in _members(source):
             inner = _below(subtree, path)
-            # ``subtree`` must be a directory, so skip a file of that name.
+            # ``subtree`` must be a directory, so skip a file with that name.
             if inner is not None and (inner or member.isdir() or not subtree):
                 found = True
                 try:
@@ -138,8 +138,8 @@ class _Blocks:
         self.tell, self.seek = stream.tell, stream.seek
 
     def read(self, size: int) -> bytes:
-        """Read for ``tarfile``, and check the data if it is a header. After an extended header, the next read returns
-        the data of that header.
+        """Read on behalf of ``tarfile``, and check the data if it is a header. After an extended header, the next
+        read returns the data of that header.
         """
         data: bytes = self._stream.read(size)
         if not self._is_header:
@@ -183,7 +183,7 @@ def _read(stream: Any) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[bytes]]]
     tar = tarfile.TarFile(fileobj=blocks, encoding="utf-8", errors="surrogateescape")
     end = 0
     while (member := tar.next()) is not None:
-        tar.members = []  # type: ignore[attr-defined]  # it would keep all headers
+        tar.members = []  # type: ignore[attr-defined]  # otherwise, the list would keep all headers
         if tar.offset > MAX_BYTES:
             raise ArchiveError("it is too large when unpacked")
         if tar.offset <= end or member.size < 0:
@@ -200,7 +200,7 @@ def _read(stream: Any) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[bytes]]]
     if not blocks.is_at_end:
         raise ArchiveError("a header after the first is invalid")
     while stream.read(CHUNK_BYTES):
-        pass  # read to the end, because gzip and other formats have a checksum after the last byte
+        pass  # read to the end, because gzip and other formats end with a checksum
 
 
 def _data(stream: Any, member: tarfile.TarInfo) -> Iterator[bytes]:
@@ -279,7 +279,7 @@ class _UnpackedTree(msgspec.Struct):
             os.symlink(link.linkname, path, dir_fd=self.fd)
             os.utime(path, _times(link), dir_fd=self.fd, follow_symlinks=False)
         self.directories.setdefault("", None)
-        for path in sorted(self.directories, key=len, reverse=True):  # children first, as a parent may deny access
+        for path in sorted(self.directories, key=len, reverse=True):  # children first, because a parent may deny access
             member = self.directories[path]
             os.chmod(path or ".", _mode(member) if member else 0o755, dir_fd=self.fd)
             if member:

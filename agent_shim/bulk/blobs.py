@@ -1,6 +1,6 @@
-"""Fetches and stores blobs: which sources are tried, in which order, and how often.
+"""Fetches and stores blobs. Decides which sources are tried, in which order, and how often.
 
-Order, retries and texts are those of the Go agent (agent/httpblobprovider/blobstore_delegator/blobstore_delegator.go,
+Order, retries and texts match the Go agent (agent/httpblobprovider/blobstore_delegator/blobstore_delegator.go,
 agent/blobstore/cascading_blobstore.go, bosh-utils blobstore/retryable_blobstore.go).
 """
 
@@ -31,9 +31,7 @@ TRIES: Final = 3
 
 
 class Blobs:
-    """Fetches and stores the blobs of one agent. This is a context manager, which closes the HTTP client if one was
-    used.
-    """
+    """Fetches and stores one agent's blobs. As a context manager, it closes the HTTP client if one was used."""
 
     def __init__(self, store: Blobstore, paths: Paths, timing: TransferTiming = TransferTiming()) -> None:  # noqa: B008 - the struct is frozen
         self._store = store
@@ -92,7 +90,7 @@ class Blobs:
 
     def _transfer(self) -> Transfer:
         if self._client is None:
-            # Imported late, because the import takes a tenth of a second and is not always needed.
+            # Import this module late, because that takes a tenth of a second and not every request needs the module.
             from agent_shim.bulk.transfer import Transfer
 
             self._client = Transfer(trusted_ca(self._store), self._timing, self._paths.tmp, environment(self._store))
@@ -117,8 +115,8 @@ async def _checked(get: Callable[[Hasher], Awaitable[BinaryIO]], digest: Multipl
 
 
 async def _with_retries(what: str, attempt: Callable[[], Awaitable[T]], pause: float = 0) -> T:
-    """Call ``attempt`` up to ``TRIES`` times, with a pause in seconds after each failure. Return the first result, or
-    raise the last error.
+    """Call ``attempt`` up to ``TRIES`` times, waiting ``pause`` seconds after each failure. Return the first result, or
+    raise ``BlobError`` with the last error.
     """
     for left in reversed(range(TRIES)):
         try:

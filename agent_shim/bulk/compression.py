@@ -21,7 +21,7 @@ from agent_shim.host.command import ENVIRONMENT
 
 GZIP: Final = b"\x1f\x8b"
 PROGRAMS: Final[Mapping[bytes, tuple[str, ...]]] = {
-    b"\x1f\x9d": ("gzip", "-dc"),  # compress
+    b"\x1f\x9d": ("gzip", "-dc"),  # the format of the compress program
     b"BZh": ("bzip2", "-dc"),
     b"\xfd7zXZ": ("xz", "-dc"),
     b"\x5d\0\0": ("xz", "-dc", "--format=lzma"),
@@ -76,7 +76,7 @@ def decompressed(source: BinaryIO) -> Iterator[Any]:
 
 
 class _Piped:
-    """A readable stream of the output of ``program``, which reads the file ``source``."""
+    """A stream from which the output of ``program`` can be read. The program itself reads the file ``source``."""
 
     def __init__(self, source: BinaryIO, program: tuple[str, ...]) -> None:
         self._name = program[0]

@@ -4,9 +4,10 @@ MigratePersistentDisk).
 The copy keeps owners, modes, modification times, extended attributes, ACLs, hard links, holes, symbolic links and
 special files. Sockets are left out. If the target file system cannot store ACLs or attributes (NFS, FUSE drivers,
 ramfs), the copy succeeds, as in the Go agent, but the result also says which ones were lost. Any other message from tar
-aborts the copy, because it means that content is missing. The Go agent ignores such messages from the reading tar.
+aborts the copy, because it means that content is missing. This includes messages from the tar process that reads the
+source, which the Go agent ignores.
 
-A copy that was killed starts over. All functions block for as long as the copying takes.
+An interrupted copy starts from the beginning again. All functions block until the copy is complete.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ MAX_ATTEMPTS: Final = 3
 MAX_TEXT_BYTES: Final = 16384
 MIN_FREE_BYTES: Final = 1 << 20
 """If storing an attribute fails for lack of space, the disk is considered full if it has fewer free bytes than this.
-Otherwise, the attribute is assumed to exceed a limit of the file system.
+Otherwise, the attribute is assumed to exceed a file system limit.
 """
 SHOWN_CHARS: Final = 200
-"""Number of characters shown from the beginning and from the end of a message. What lies between is cut out, because
-file names can be long.
+"""Number of characters shown from the beginning and from the end of a message. The middle is left out, because file
+names can be long.
 """
 
 _TAR: Final = (SETPRIV, "--pdeathsig", "KILL", "tar", "--numeric-owner")
@@ -53,7 +54,7 @@ _KEPT: Final = [
 ]
 """Options that select the extended attributes to copy: those that are data, not the labels that a mount provides
 (SELinux, NFS). The options also make tar use the POSIX format, which stores nanoseconds. ACLs are copied as attributes
-because tar's ``--acls`` sets an ACL on every entry, even if there is none to copy, so it would fail for each file if
+because tar's ``--acls`` sets an ACL on every entry, even if there is none to copy, so tar would fail for each file if
 the target does not support ACLs.
 """
 _ACLS: Final = ("system.posix_acl_access", "system.posix_acl_default")
@@ -116,7 +117,7 @@ def _empty(target: Path, spared: Collection[str]) -> None:
 
 
 def _copy(source: Path, target: Path, spared: Collection[str], report: Report) -> _Messages:
-    """Make one attempt to copy, which stops at the first problem. Return tar's messages."""
+    """Make one attempt to copy, and stop at the first problem. Return tar's messages."""
     pack = [*_TAR, *_KEPT, "-C", str(source), "--create", "--sparse", "--atime-preserve=system"]
     pack += ["--warning=no-file-ignored", "--anchored", "--no-wildcards", *(f"--exclude=./{name}" for name in spared)]
     unpack = [*_TAR, *_KEPT, "-C", str(target), "--extract", "--preserve-permissions", "--same-owner"]

@@ -66,7 +66,9 @@ def _move(directory: int, name: str, source: int, status: os.stat_result, keep: 
 
 
 def _shift(directory: int, name: str, keep: int) -> None:
-    """Make room for a new first archive: rename ``.1.gz`` to ``.2.gz`` and so on up to a gap. Remove the oldest."""
+    """Make room for a new first archive: rename ``.1.gz`` to ``.2.gz`` and so on up to the first gap. Remove the
+    oldest.
+    """
     last = 0
     while _is_there(directory, f"{name}.{last + 1}.gz"):
         last += 1

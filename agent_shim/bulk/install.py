@@ -32,8 +32,8 @@ INSTALLING = {"job": "Installing job bundle: ", "package": "Installing package d
 UNREACHED = Outcome("it was skipped, because other transfers had failed")
 
 PATIENCE_S = 120.0
-"""After a failure, transfers begin only for this many more seconds. Without this limit, a blobstore that stalls would
-delay the result by two minutes for each blob.
+"""After a failure, new transfers are started for only this many more seconds. Without this limit, a blobstore that
+stalls would delay the result by two minutes for each blob.
 """
 
 
@@ -48,7 +48,8 @@ class Piece(msgspec.Struct):
 async def install(request: Install, temps: list[Path]) -> list[Outcome]:
     """Install all targets. Targets from the same blob share one transfer.
 
-    If one target fails, the others are still installed, except those that would begin more than ``PATIENCE_S`` later.
+    If one target fails, the others are still installed, except those whose transfer has not begun within ``PATIENCE_S``
+    of the failure.
     """
     paths = Paths(Path(request.base))
     pieces = [Piece(target, files.sibling(Path(target.path))) for target in request.targets]
@@ -116,7 +117,7 @@ def finish(pieces: Sequence[Piece]) -> None:
                 files.remove_tree(path)
             piece.temp.rename(path)
         except OSError as exc:
-            if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # these mean that another worker was faster
+            if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # these mean that another worker already installed it
                 piece.outcome = Outcome(f"{INSTALLING[piece.target.kind]}{files.failed(f'make {path}', exc)}")
     for parent in parents.values():
         files.sync_filesystem(parent)

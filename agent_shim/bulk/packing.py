@@ -1,8 +1,9 @@
 """Packs directories into tar archives: compiled packages and logs.
 
 Only short-lived processes import this module. The same tree always produces the same bytes, because names are sorted,
-root owns all entries, and times are those of the files. Log directories change while they are read, and vcap may write
-to them, so no link is followed, nothing that could block is opened, and files that vanish are left out.
+root owns all entries, and entries keep the modification times of the files. Log directories change while they are read,
+and vcap may write to them, so no link is followed, nothing that could block is opened, and files that vanish are left
+out.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from agent_shim.host import files, guarded
 from agent_shim.host.descriptors import closing
 
 GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
-"""Errors when opening a file that has vanished or was replaced by a link or a socket."""
+"""Errors from opening a file that has vanished or has been replaced by a link or a socket."""
 
 VANISHED: Final = "it vanished before it was read"
 
 PIECE_BYTES: Final = 512 * 1024
 """Size of the chunks that are compressed independently."""
 LEVEL: Final = 2
-"""Compression level of isal (0 to 3). Level 2 is as fast as the disk. Level 3 is half as fast and saves only one
+"""isal's compression level (0 to 3). Level 2 is as fast as the disk. Level 3 is half as fast and saves only one
 percent.
 """
 MAX_COMPRESSORS: Final = 2
-"""Maximum number of compressing threads. A third one would only wait for the thread that hashes and writes."""
+"""Maximum number of compression threads. A third one would only wait for the thread that hashes and writes."""
 
 MAX_JOB_ENTRIES: Final = 20_000
 """Maximum number of entries packed below each top-level directory of a live tree (see ``pack``). This limits the memory
@@ -52,8 +53,8 @@ that a job can make the worker use.
 LIVE_TIMEOUT_S: Final = 1200.0
 """Maximum time for packing a live tree. Files that are not packed by then are left out."""
 MAX_FIXED_BYTES: Final = archive.MAX_BYTES
-"""Maximum total size of the files in a tree that is not live. No agent would unpack more, and a sparse file of
-terabytes would occupy a worker for hours.
+"""Maximum total size of the files in a tree that is not live. No agent would unpack more, and a terabyte-sized sparse
+file would occupy a worker for hours.
 """
 PERMISSIONS: Final = 0o777
 """Mode bits that are kept for a live file. If setuid and setgid were kept, a job's program in an unpacked archive would
@@ -71,13 +72,13 @@ def pack(
     """Write ``trees`` to ``out`` as one archive, which is compressed with gzip by default. Return the SHA-1 and SHA-512
     digests of the archive.
 
-    If several trees have an entry of the same name, the last tree's entry is packed. Modification times later than
+    If several trees have an entry with the same name, the last tree's entry is packed. Modification times later than
     ``newest`` (seconds since 1970) are replaced by ``newest``, so that an archive with generated files has the same
     bytes whenever they were generated. Raises ``HostError``, and ``OutputError`` if ``out`` cannot be written.
 
-    ``remarks`` is set if the trees are live, which means that other processes may be writing to them. Files that are
-    renamed in the meantime are then looked up again. A file that cannot be read, is truncated, or is a link out of its
-    tree raises no error. Instead, it is listed in an additional archive entry, whose name is ``remarks``.
+    ``remarks`` is set if the trees are live, which means that other processes may be writing to them. In that case,
+    files that are renamed in the meantime are looked up again. A file that cannot be read, is truncated, or is a link
+    out of its tree raises no error. Instead, it is listed in an additional archive entry, whose name is ``remarks``.
     """
     with ExitStack() as opened:
         sink = opened.enter_context(Sink(out, compressed=compressed, newest=newest))
@@ -150,7 +151,7 @@ class _ArchiveWriter:
         return True
 
     def open(self, tree: Tree, opened: ExitStack) -> _Root | None:
-        """Open the root directory of a tree. Return None if it does not exist but is optional."""
+        """Open the root directory of a tree. Return None if it is optional and does not exist."""
         try:
             fd = os.open(tree.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as exc:
@@ -216,7 +217,7 @@ class _ArchiveWriter:
                 self._add(name, entry, directory)
 
     def _add(self, name: str, entry: _Listed, directory: int) -> None:
-        """Pack ``entry`` of the open ``directory``, unless it vanished or was replaced."""
+        """Pack ``entry`` of the open ``directory``, unless it has vanished or been replaced."""
         try:
             fd, status = entry.open(directory)
         except OSError as exc:
@@ -334,7 +335,9 @@ class _ArchiveWriter:
         self._remarks[name] = f"cannot read it: {os.strerror(exc.errno or 0)}"
 
     def finish(self, remarks: str) -> MultipleDigest:
-        """Finish the archive, and return its digests. If there are any remarks, add them as the entry ``remarks``."""
+        """Finish the archive, and return its digests. If there are any remarks, list them in an entry named
+        ``remarks``.
+        """
         if self._is_live and self._remarks:
             lines = [f"{guarded.shown(name)}: {what}\n" for name, what in sorted(self._remarks.items())]
             self._sink.write_text(f"./{remarks}", "".join(lines))
@@ -342,7 +345,7 @@ class _ArchiveWriter:
 
 
 def _listed(root: _Root, here: str, limit: int) -> list[_Listed]:
-    """List the entries of the directory ``here`` below ``root`` that can be packed, at most ``limit``."""
+    """Read at most ``limit`` entries of the directory ``here`` below ``root``, and return those that can be packed."""
     with closing(guarded.open_directory(root.fd, here)) as fd, os.scandir(fd) as entries:
         some = itertools.islice(entries, limit)
         front = f"{here}/" if here else ""
@@ -378,7 +381,7 @@ class _Digested(msgspec.Struct):
     """The archive file, and the digests of all data written to it.
 
     The first write error is stored in ``error`` instead of being raised, and nothing is written afterwards, because
-    isal 1.8 and earlier wait forever for a thread that ended with an error.
+    isal 1.8 and earlier wait forever for a thread that has exited with an error.
     """
 
     out: BinaryIO
@@ -405,8 +408,8 @@ class Sink:
     """The output stream of an archive, used as a context manager: it compresses the archive, computes its digests and
     writes the file.
 
-    Compression and writing are done by threads. An error in one of them is raised by a later write. The archive has the
-    same bytes for any number of threads.
+    Compression and writing are done by threads. An error in one of them is raised by a later write. The archive's
+    bytes do not depend on the number of threads.
     """
 
     def __init__(self, out: BinaryIO, *, compressed: bool, newest: int | None) -> None:

@@ -77,9 +77,9 @@ class Tree(msgspec.Struct, frozen=True):
     """A directory to pack. ``prefix`` is put before the name of each entry. It ends in ``/`` if it is meant as a
     directory.
 
-    If ``patterns`` are given (such as ``**/*.log``, in the doublestar syntax of the Go agent), only files and links
-    that match one of them are packed. A pattern that names a directory matches everything in it. If there are no
-    patterns, ``root`` must exist and is packed completely, including directories.
+    If ``patterns`` are given (such as ``**/*.log``, in the Go agent's doublestar syntax), only files and links that
+    match one of them are packed. A pattern that names a directory matches everything in it. If there are no patterns,
+    ``root`` must exist and is packed completely, including directories.
     """
 
     root: str
@@ -114,7 +114,7 @@ class CopyTree(msgspec.Struct, frozen=True, tag=True):
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
     """Progress of a request: ``uploading`` after packing, or the counting or copying phase of a disk migration,
-    measured in bytes of tar's output.
+    measured in bytes of tar output.
     """
 
     phase: str
@@ -133,8 +133,8 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 class Rotate(msgspec.Struct, frozen=True, tag=True):
     """Rotate the log files ``paths`` below ``root`` (``bulk.copytruncate``), keeping ``keep`` archives of each.
 
-    Of a file with more than ``most`` bytes, only the last ``most`` bytes are archived. The paths are bytes, because
-    jobs may use any name.
+    If a file has more than ``most`` bytes, only its last ``most`` bytes are archived. The paths are bytes, because jobs
+    may use any name.
     """
 
     root: str
@@ -149,8 +149,8 @@ Request = Install | Get | Put | Pack | CopyTree | Rotate
 class Outcome(msgspec.Struct, frozen=True):
     """Outcome for one target or log file: the error or "", and whether the unpacked archive was compressed.
 
-    ``newest`` is the latest modification time of a source (seconds since 1970), ``left_out`` the bytes of a log that
-    were dropped.
+    ``newest`` is the latest modification time of a source (seconds since 1970), and ``left_out`` is the number of log
+    bytes that were dropped.
     """
 
     error: str = ""
@@ -163,7 +163,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """A worker's answer: the error, or the results of the request.
 
     ``blob_id`` names a new blob. ``sha1`` and ``sha512`` (hex) are digests of the packed archive. The outcomes are in
-    the order of the targets. ``put_error`` is the error of the upload after packing. ``losses`` describes the
+    the same order as the targets. ``put_error`` is the error from the upload after packing. ``losses`` describes the
     attributes that a copied tree lacks because its file system cannot store them.
     """
 
@@ -190,7 +190,7 @@ class Execute(Protocol):
 
 
 def scratch(paths: Paths, pid: int) -> Path:
-    """Return the path prefix of the temporary files of the worker with this pid."""
+    """Return the path prefix for the temporary files that the worker with this pid creates."""
     return paths.tmp / f"worker-{pid}"
 
 

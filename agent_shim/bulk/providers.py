@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from agent_shim.bulk.transfer import Transfer
 
 CREATE_ENV_CACHE: Final = "/var/vcap/micro_bosh/data/cache"
-"""The blobstore path in create-env manifests. It stands for the directory that the agent serves under ``/blobs``
+"""The blobstore path in create-env manifests. It refers to the directory that the agent serves under ``/blobs``
 (app/app.go).
 """
 
 PROGRAM_TIMEOUT_S: Final = 3600.0
-"""Timeout of an external program. It is long because the program does not report progress."""
+"""Timeout for an external program. It is long because the program does not report progress."""
 GRACE_S: Final = 2.0
 DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -45,8 +45,8 @@ class Provider(Protocol):
         """Return the content as an open file, after feeding it to ``hasher``. The caller closes it."""
 
     async def put(self, blob_id: str, path: Path) -> None:
-        """Store the content of ``path`` under ``blob_id``. No blob has this id yet, and the file is not changed any
-        more.
+        """Store the content of ``path`` under ``blob_id``. The caller ensures that the id is unused and that
+        the file does not change.
         """
 
 
@@ -110,7 +110,7 @@ class DavOptions(msgspec.Struct, frozen=True):
     password: str = ""
 
     def url(self, blob_id: str) -> str:
-        """Return the URL of a blob. The first byte of the SHA-1 of its id selects one of 256 directories."""
+        """Return the URL of a blob. The first byte of the id's SHA-1 digest selects one of 256 directories."""
         shard = hashlib.sha1(blob_id.encode(), usedforsecurity=False).hexdigest()[:2]
         return f"{self.endpoint.rstrip('/')}/{shard}/{quote(blob_id, safe='')}"
 
@@ -138,7 +138,7 @@ class Dav:
 
 
 class External:
-    """A program ``bosh-blobstore-NAME`` that reads its options from a file (external_blobstore.go)."""
+    """A ``bosh-blobstore-NAME`` program that reads its options from a file (external_blobstore.go)."""
 
     def __init__(self, name: str, options: dict[str, Any], environment: Mapping[str, str], paths: Paths) -> None:
         self._program = f"bosh-blobstore-{name}"
@@ -230,7 +230,7 @@ class _TlsOptions(msgspec.Struct, frozen=True):
 
 
 def trusted_ca(store: Blobstore) -> str:
-    """Return ``options.tls.cert.ca``, or "" if the options have another form (blobstore_http_client.go)."""
+    """Return ``options.tls.cert.ca``, or "" if the options have a different form (blobstore_http_client.go)."""
     try:
         return wire.convert(store.options, _TlsOptions).tls.cert.ca
     except msgspec.ValidationError:

@@ -1,4 +1,4 @@
-"""The HTTP route to a blobstore: trusted CAs, proxies and timeouts."""
+"""Determines how a blobstore is reached over HTTP: trusted CAs, proxies and timeouts."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def trusting(ca: str) -> ssl.SSLContext:
     except (ssl.SSLError, TypeError, ValueError) as exc:
         raise BlobError("cannot use the CA of the blobstore: it is not a PEM certificate") from exc
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # As in Go, every CA in the settings is trusted, and certificates may lack extensions of RFC 5280. BOSH creates such
-    # certificates, but newer versions of Python refuse them by default.
+    # As in Go, every CA in the settings is trusted, and certificates may lack extensions that RFC 5280 requires. BOSH
+    # creates such certificates, but newer versions of Python refuse them by default.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     return context
 
 
 def proxy_for(scheme: str, host: str, port: int | None, environment: Mapping[str, str]) -> str | None:
-    """Return the proxy for a host by the rules of Go (golang.org/x/net/http/httpproxy).
+    """Return the proxy for a host according to Go's rules (golang.org/x/net/http/httpproxy).
 
     Loopback addresses are never reached through a proxy. ``no_proxy`` lists names (which include their subdomains),
     addresses and networks, each with an optional port, or ``*``.

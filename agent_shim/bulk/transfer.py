@@ -32,11 +32,11 @@ RESERVE_BYTES: Final = 64 << 20
 """
 RESERVED_PART: Final = 0.05
 SPACE_CHECK_BYTES: Final = 4 << 20
-"""Number of bytes that a download receives between two checks of the free space."""
+"""Number of bytes that a download receives between two free-space checks."""
 
 
 class Transfer:
-    """The HTTP client of one worker, used as a context manager. It trusts the CA in the blobstore settings."""
+    """One worker's HTTP client, used as a context manager. It trusts the CA in the blobstore settings."""
 
     def __init__(
         self, ca: str, timing: TransferTiming, scratch: Path, environment: Mapping[str, str] = os.environ
@@ -49,8 +49,8 @@ class Transfer:
         self._timing = timing
         self._scratch = scratch
         self._session = aiohttp.ClientSession(
-            # Do not reuse connections. The server may have closed one in the meantime, and an upload over it would
-            # fail, because uploads are not retried.
+            # Do not reuse connections. The server may have closed an idle one, and an upload over it would fail and not
+            # be retried.
             connector=aiohttp.TCPConnector(ssl=trusting(ca), limit=10, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=timing.connect),
             request_class=_request_class(timing.hesitate),
@@ -106,8 +106,8 @@ class Transfer:
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """Convert errors of the local disk to ``LastingError``, so that the transfer is not retried and the remote host
-        is not blamed.
+        """Convert local disk errors to ``LastingError``, so that the transfer is not retried and the remote host is not
+        blamed.
         """
         try:
             yield
@@ -137,7 +137,7 @@ class Transfer:
     async def _request(
         self, method: str, url: str, headers: Mapping[str, str], **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        parsed = URL(url, encoded=True)  # not normalized, because another spelling would need another signature
+        parsed = URL(url, encoded=True)  # not normalized, because the signature covers the exact spelling
         proxy = proxy_for(parsed.scheme, parsed.host or "", parsed.port, self._environment)
         async with self._session.request(method, parsed, headers=headers, proxy=proxy, **options) as response:
             yield response
@@ -150,7 +150,7 @@ def _merged(own: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
 
 def _request_class(hesitate: float) -> type[aiohttp.ClientRequest]:
     class Hesitating(aiohttp.ClientRequest):
-        """A request that sends its body after a while even if no "100 Continue" arrives, as Go does."""
+        """A request that, as in Go, sends its body after a while even if no "100 Continue" arrives."""
 
         def update_expect_continue(self, expect: bool = False) -> None:
             super().update_expect_continue(expect)

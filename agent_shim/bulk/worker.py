@@ -30,7 +30,7 @@ from agent_shim.host.descriptors import closing
 
 PR_SET_PDEATHSIG: Final = 1  # include/uapi/linux/prctl.h
 OOM_SCORE: Final = 500
-"""Minimum oom_score_adj of a worker."""
+"""Minimum oom_score_adj for a worker."""
 
 
 def main() -> int:
@@ -43,8 +43,8 @@ def main() -> int:
         except asyncio.CancelledError:
             return 128 + signal.SIGTERM
         finally:
-            # The files can be removed here, because no thread still writes to them. Each thread fails when its file is
-            # closed, and the event loop has waited for all threads.
+            # The files can be removed here, because no thread is still writing to them. Each thread fails when its file
+            # is closed, and the event loop has waited for all threads.
             for temp in temps:
                 files.remove_tree(temp)
         _send(done)
@@ -52,8 +52,8 @@ def main() -> int:
 
 
 def become_worker(parent: int) -> None:
-    """Turn this process into a worker that dies with ``parent``, is killed by the OOM killer before the agent, and
-    dumps no core.
+    """Turn this process into a worker that dies with ``parent``, is killed by the OOM killer before the agent, and does
+    not dump core.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # the parent died before it could be watched
@@ -61,7 +61,8 @@ def become_worker(parent: int) -> None:
     process.disable_core_dumps(for_good=True)
     with suppress(OSError, ValueError):
         score = Path("/proc/self/oom_score_adj")
-        # If the score is already higher, keep it, because the kubelet sets up to 1000 for all processes in a container.
+        # If the score is already higher, keep it, because the kubelet gives all processes in a container a score of up
+        # to 1000.
         score.write_text(str(max(OOM_SCORE, int(score.read_text()))))
 
 
@@ -123,8 +124,8 @@ async def _get(request: Get) -> Done:
 
     async with Blobs(request.store, Paths(Path(request.base))) as blobs, blobs.fetched(request.source) as file:
         with files.replacing(Path(request.path), mode=request.mode) as out:
-            # Use lseek, because seeking in the file object may only move the position in its buffer and not that of the
-            # descriptor.
+            # Use lseek, because seek() on the file object may only move the position within its buffer and not that of
+            # the descriptor.
             os.lseek(file.fileno(), 0, os.SEEK_SET)
             files.copy_data(file.fileno(), out.fileno())
     return Done()

@@ -34,7 +34,7 @@ CHUNK_BYTES: Final = 64 * 1024
 
 
 class Workers:
-    """The workers of an agent, used as a context manager. When the block is left, idle workers are terminated."""
+    """An agent's workers, used as a context manager. When the block is left, idle workers are terminated."""
 
     def __init__(self) -> None:
         self._resting: dict[int, _Worker] = {}
@@ -157,7 +157,7 @@ class _Worker:
 
 
 def _ending(status: int | None, errors: bytes) -> str:
-    """Describe how a worker ended. From a traceback, only the location and the exception type are used, because the
+    """Describe how a worker exited. From a traceback, only the location and the exception type are used, because the
     message may contain a secret.
     """
     if status is not None and status > 128:
@@ -169,7 +169,7 @@ def _ending(status: int | None, errors: bytes) -> str:
 
 
 def _tidy(request: Request, pid: int) -> None:
-    """Remove the temporary files of a killed worker.
+    """Remove the temporary files that a killed worker has left behind.
 
     Unfinished bundles are removed by the module that requested them.
     """
@@ -181,8 +181,8 @@ def _tidy(request: Request, pid: int) -> None:
 
 
 class Transfers:
-    """Counters of transferred blobs since the process started: their number by direction and outcome (done, failed),
-    and the bytes of successful ones.
+    """Counters for blob transfers since the process started: their number by direction and outcome (done, failed), and
+    the number of bytes transferred by successful ones.
 
     Directions are get and put for the blobstore, upload and download for clients over HTTPS.
     """

@@ -1,1 +1,1 @@
-"""Services that actions call: jobs, scripts, disks, blobs, logs, DNS, users. Services do not import each other."""
+"""Services that actions call: jobs, scripts, disks, blobs, logs, DNS and users. Services do not import each other."""

@@ -1,5 +1,5 @@
-"""Detects addresses that the Director expects but that no interface has. This happens when a recreated pod gets another
-address.
+"""Detects addresses that the Director expects but that no interface has. This happens when a recreated pod gets a
+different address.
 
 A missing address is reported in an alert, a metric and ``status``. ``get_state`` does not mention it, but returns the
 ``networks`` that the last ``apply`` stored, because any difference would make the Director recreate the instance.
@@ -21,8 +21,8 @@ POLL_S: Final = 30.0
 """Poll interval. A poll takes a few microseconds for each address."""
 
 MAX_TOLD: Final = 10
-"""Maximum number of newly missing addresses reported per check, because thousands of alerts would block the event loop.
-``missing`` still contains every missing address.
+"""Maximum number of newly missing addresses reported per check. It is limited because thousands of alerts would block
+the event loop. ``missing`` still contains every missing address.
 """
 
 

@@ -1,7 +1,7 @@
-"""Applies the keys of ``env.bosh`` that configure the machine. :data:`KEYS` lists every key that the Go agent reads,
+"""Applies the keys in ``env.bosh`` that configure the machine. :data:`KEYS` lists every key that the Go agent reads,
 with its effect in a container.
 
-Keys are named as in ``BoshEnv`` of the Go agent (settings/settings.go). docs/configuration.md has the same table.
+Keys are named as in the Go agent's ``BoshEnv`` (settings/settings.go). docs/configuration.md has the same table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SETTINGS_SIZE: Final = "16m"
 
 
 class Key(NamedTuple):
-    """A key, identified by its path ``name`` below ``env.bosh``. ``outcome`` describes the key's effect or, if
+    """A key, identified by its path ``name`` under ``env.bosh``. ``outcome`` describes the key's effect or, if
     ``is_done`` is False, why the key is refused.
     """
 
@@ -34,27 +34,27 @@ class Key(NamedTuple):
 KEYS: Final = (
     Key(
         "agent.settings.tmpfs",
-        "settings, `update_settings` and disk hints are kept in memory, without a copy on a disk",
+        "settings, values from `update_settings`, and disk hints are kept only in memory, not on disk",
     ),
-    Key("authorized_keys", "SSH keys for the user `vcap`"),
+    Key("authorized_keys", "SSH keys for the `vcap` user"),
     Key("blobstores", "only the first one is used"),
     Key("ipv6.enable", "the network belongs to the container runtime", is_done=False),
     Key("job_dir.tmpfs", "rendered jobs and blobs with secrets are kept in a tmpfs"),
     Key("job_dir.tmpfs_size", "size of that tmpfs, default `100m`"),
     Key("keep_root_password", "applies `password` only to `vcap`"),
-    Key("mbus.cert", "credentials of the bus"),
-    Key("mbus.urls", "addresses of the bus"),
+    Key("mbus.cert", "bus credentials"),
+    Key("mbus.urls", "bus addresses"),
     Key("ntp", "written to `/var/vcap/bosh/etc/ntpserver`; the clock itself is the host's"),
-    Key("parallel", "number of blobs downloaded at the same time, default five"),
+    Key("parallel", "number of blobs downloaded at the same time, default `5`"),
     Key(
         "password",
-        "password of `root` and `vcap` as a crypt hash; if it is missing, neither user can log in with a password",
+        "password hash (crypt) for `root` and `vcap`; if it is missing, neither user can log in with a password",
     ),
     Key("remove_dev_tools", "files listed in `/var/vcap/bosh/etc/dev_tools_file_list` are removed"),
     Key("remove_static_libraries", "files listed in `/var/vcap/bosh/etc/static_libraries_list` are removed"),
     Key(
         "run_dir.tmpfs_size",
-        "`sys/run` is a tmpfs of this size. The older key `run_dir.tmpfs` has the same effect with a size of `16m`",
+        "`sys/run` is a tmpfs of this size. The older `run_dir.tmpfs` key has the same effect with a size of `16m`",
     ),
     Key("swap_size", "swap belongs to the host", is_done=False),
 )
@@ -107,7 +107,7 @@ async def settings_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
 def _move_to_memory(paths: Paths) -> None:
     """Move the files with credentials to the tmpfs, leaving a link at each original path.
 
-    When the container stops, the tmpfs is lost, but the links remain. If the agent of the restarted container writes
+    When the container stops, the tmpfs is lost, but the links remain. If the agent in the restarted container writes
     through them before a new tmpfs is mounted, the files end up on the disk. Those files are moved to the new tmpfs
     too.
     """

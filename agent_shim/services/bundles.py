@@ -1,10 +1,10 @@
-"""Installed versions of jobs and packages: their directories, their installation, and the links to the versions in use.
+"""Installs bundles, which are versions of jobs and packages, and links the versions in use.
 
 A bundle is ``data/jobs/<job>/<digest>`` or ``data/packages/<package>/<digest>``. It is in use while a link in ``jobs``
 or ``packages`` points to it. The layout, modes and owners match those of the Go agent
 (agent/applier/bundlecollection/), so that either agent can take over from the other. A bundle gets its final name only
-once it is complete and synced to disk. It is renamed before it is removed. A directory with a bundle's name is
-therefore always complete.
+once it is complete and synced to disk. It is renamed before it is removed, so a directory with a bundle's name is
+always complete.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from agent_shim.host import files
 Kind = Literal["job", "package"]
 
 MAX_SMALL_BYTES: Final = files.MAX_FILE_BYTES
-"""Maximum size of a blob that is read into memory. DNS records of ten thousand instances take half of this."""
+"""Maximum size of a blob that is read into memory. DNS records for ten thousand instances take half of this."""
 
 
 class Bundle(msgspec.Struct, frozen=True):
@@ -82,9 +82,9 @@ class Bundles:
     async def install(
         self, wanted: Sequence[Bundle], store: Blobstore, parallel: int, *, doing: str = "Preparing {0.kind} {0.name}"
     ) -> None:
-        """Fetch and unpack the bundles of ``wanted`` that are missing, ``parallel`` archives at a time.
+        """Fetch and unpack the bundles in ``wanted`` that are missing, ``parallel`` archives at a time.
 
-        If some fail, the others stay installed, and ``ActionError`` is raised for the first failed bundle in the order
+        If some fail, the others are kept, and ``ActionError`` is raised for the first failed bundle in the order
         of ``wanted``. Its text is ``doing``, formatted with the bundle, followed by the reason.
         """
         paths = {self.path(bundle): bundle for bundle in wanted}
@@ -109,8 +109,8 @@ class Bundles:
                 raise ActionError(f"{doing.format(bundle)}: {outcome.error}")
 
     async def activate(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
-        """Link exactly these bundles, link every package into every job, remove all other bundles, and create the
-        directories of the jobs (:meth:`make_job_dirs`).
+        """Link exactly these bundles, link every package into every job, remove all other bundles, and create the jobs'
+        directories (:meth:`make_job_dirs`).
         """
         await self._in_thread(self._link_all, jobs, packages)
         await self._in_thread(self._keep_only, "job", jobs)
@@ -119,7 +119,7 @@ class Bundles:
         await self._in_thread(self._make_job_dirs, [job.name for job in jobs])
 
     def missing(self, wanted: Iterable[Bundle]) -> list[Bundle]:
-        """Return the bundles of ``wanted`` that are not installed."""
+        """Return the bundles in ``wanted`` that are not installed."""
         return [bundle for bundle in wanted if not self.path(bundle).is_dir()]
 
     async def link(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
@@ -137,15 +137,15 @@ class Bundles:
         await self._in_thread(self._remove_strays, {*spared, *(package.name for package in packages)})
 
     async def create(self, bundle: Bundle) -> Path:
-        """Create and link an empty bundle directory, which a compilation then fills, and return its path. An existing
-        bundle of the same version is removed.
+        """Create and link an empty bundle directory for a compilation to fill, and return its path. An existing bundle
+        with the same version is removed.
         """
         path = self.path(bundle)
         await self._in_thread(self._create, bundle, path)
         return path
 
     async def make_job_dirs(self, names: Iterable[str]) -> None:
-        """Create the log, run and data directories of jobs. Existing directories are not changed (models/job.go)."""
+        """Create the jobs' log, run and data directories. Existing directories are not changed (models/job.go)."""
         await self._in_thread(self._make_job_dirs, [checked_name("job", name) for name in names])
 
     # --- received blobs -----------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ class Bundles:
 
 
 BPM: Final = "bpm"
-"""Name of the job and of the package ``bpm``, which the agent itself replaces."""
+"""Name of the ``bpm`` job and package, which the agent itself replaces."""
 
 
 def install_bpm_wrapper(paths: Paths) -> None:

@@ -1,7 +1,7 @@
 """Warns about certificates that will expire soon, with a metric, a line in ``status`` and a warning in the log.
 
-Unlike the rest of the agent, this module uses the wall clock, although it may be wrong, because a certificate's
-validity is given in wall time.
+Unlike the rest of the agent, this module uses the wall clock even though it may be wrong, because a certificate's
+validity is given in wall-clock time.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from agent_shim.host.clock import until_beat
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 60.0
-"""Poll interval. The credentials of a new VM are valid for an hour or less."""
+"""Poll interval. It is short, because a new VM's credentials are valid for an hour or less."""
 DAY_S: Final = 86400.0
 WARNING_PERIOD_S: Final = 30 * DAY_S
 """Warning period: the last 30 days of a certificate's validity, or its last fifth if that is shorter."""
 WARNING_SHARE: Final = 0.2
 HTTPS: Final = "server"
-"""Name of the certificate of the HTTPS endpoint for the bosh CLI. All other certificates belong to the agent's bus
-connection.
+"""Name of the certificate for the HTTPS endpoint that the bosh CLI uses. All other certificates belong to the agent's
+bus connection.
 """
 
 
@@ -35,7 +35,7 @@ class CertificateWatch:
 
     def __init__(self, certificates: Callable[[], Mapping[str, str]], clock: Callable[[], float] = time.time) -> None:  # noqa: TID251 - validity is wall time
         """``certificates`` returns PEM texts by name. If a text contains several certificates, the latest expiry
-        counts.
+        is used.
         """
         self.ends: dict[str, float] = {}
         self.warnings: list[str] = []
@@ -49,7 +49,7 @@ class CertificateWatch:
             await asyncio.sleep(until_beat(POLL_S))
 
     def look(self) -> None:
-        """Check once and log new warnings."""
+        """Check the certificates once and log new warnings."""
         now, before = self._clock(), self.warnings
         lasting = {
             name: max(found, key=lambda validity: validity.ends)

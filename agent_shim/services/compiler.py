@@ -1,8 +1,8 @@
 """Compiles a package: unpacks its source, runs its packaging script, and packs and uploads the result.
 
 The environment, logs and error texts match those of the Go agent (agent/compiler/concrete_compiler.go,
-compiler_unix.go, agent/cmdrunner/file_logging_cmd_runner.go). There are two differences. The processes and files of a
-compilation never outlive it. Compilations are reproducible (the same source results in the same bytes) if they use
+compiler_unix.go, agent/cmdrunner/file_logging_cmd_runner.go). There are two differences. A compilation's processes and
+files never outlive it. Compilations are reproducible (the same source results in the same bytes) if they use
 reproducible tools.
 """
 
@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 QUOTED_BYTES: Final = 10 * 1024
 """An error quotes at most this many bytes from the end of stdout and of stderr (app/app.go)."""
 GRACE_S: Final = 1.0
-"""Time between TERM and KILL for processes of a compilation. It is short because these processes have nothing to
-save.
+"""Time between TERM and KILL for a compilation's processes. It is short because these processes have nothing to save.
 """
 LABEL: Final = "compilation"
 """Label of the keepers that run packaging scripts."""
@@ -58,7 +57,7 @@ class Package(msgspec.Struct, frozen=True):
 
 class PackagingKeepers(Protocol):
     """The part of ``supervisor.ownership.keepers.Keepers`` that this module needs. Packaging scripts and all processes
-    that they start run below keepers.
+    that they start run under keepers.
     """
 
     async def run(self, label: str, program: Program, out: Path, err: Path) -> Process: ...
@@ -115,7 +114,7 @@ class Compiler:
 
     async def clean(self) -> None:
         """Kill processes that compilations have left running, and remove the source directories. This also cleans up
-        after the compilations of an earlier agent.
+        after an earlier agent's compilations.
         """
         if left := await self._keepers.end([LABEL], (), 0.0):
             logger.warning("processes of a compilation cannot be ended: %s", ", ".join(map(str, left)))
@@ -179,8 +178,8 @@ def _failure(status: int | None, stdout: Path, stderr: Path) -> str:
 
 
 def _quote(name: str, path: Path) -> str:
-    """Return the end of an output, starting at the beginning of a line if possible, with a title that says whether the
-    output was truncated.
+    """Return the end of a program's output, starting at the beginning of a line if possible, with a title that says
+    whether the output was truncated.
 
     The Go agent instead omits the first line even if nothing was truncated.
     """

@@ -3,8 +3,8 @@
 bosh-dns reads ``records.json``, byte for byte as the Director wrote it. ``/etc/hosts`` helps programs that do not use
 bosh-dns. ``records.json`` is written first, and the request succeeds if that works. In a pod, ``/etc/hosts`` may be
 read-only or a mount, but that must not prevent the update of ``records.json``. The agent adds ``localhost`` and the
-host name at boot, with or without a Director, because some CPIs unmount the container runtime's hosts file, and the
-file underneath contains neither. The warden CPI does so after the agent has started.
+host name at boot, with or without a Director, because some CPIs unmount the container runtime's hosts file (the warden
+CPI even after the agent has started), and the file underneath contains neither name.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class Dns:
         return blob is not None
 
     async def forget_neighbours(self, addresses: list[str]) -> None:
-        """Delete the ARP entries of these addresses, as far as the container is allowed to. Concurrent calls run one
+        """Delete the ARP entries for these addresses if the container has permission to do so. Concurrent calls run one
         after the other.
         """
         async with self._forgetting:
             await network.forget_neighbours(addresses)
 
     async def name_self(self, agent_id: str) -> str | None:
-        """Set the host name of the container, and add it and ``localhost`` to the hosts file.
+        """Set the container's host name, and add it and ``localhost`` to the hosts file.
 
         Boot step: return the reason if the host name could not be set, or None. Raises ``ActionError``.
         """
@@ -129,7 +129,7 @@ class Dns:
             logger.warning("%s", exc)
 
     def _stored(self) -> _Blob | None:
-        """Return the records of the last ``sync_dns``, or None."""
+        """Return the records from the last ``sync_dns``, or None."""
         try:
             return wire.decode(files.read(self._paths.dns_records, is_own=True), _Blob)
         except FileNotFoundError:

@@ -1,10 +1,10 @@
-"""Packet filter rules for the bus: only root and the agent's own user may connect to the bus addresses.
+"""Maintains packet filter rules that let only root and the agent's own user connect to the bus addresses.
 
 This makes a stolen bus certificate useless to a job. There is one rule for each address to which a host in
 ``mbus.urls`` currently resolves (``https`` URLs are ignored). As in the Go agent
 (platform/firewall/nftables_firewall.go), a rule matches the user who sends a packet. The rules are replaced
-periodically. Within a minute, they therefore include new addresses, and are restored if something has removed them. A
-refused connection fails immediately, whereas with the Go agent it hangs.
+periodically, so within a minute they include new addresses, and are restored if something has removed them. A refused
+connection fails immediately, whereas with the Go agent it hangs.
 
 The rules must never cut off the agent itself. They would do so if the agent reached the bus through a proxy that
 another user runs, such as the sidecar of a service mesh. The agent therefore tests the rules, and removes them again if
@@ -108,7 +108,7 @@ class Firewall:
         if targets == self._proxied:
             return PROXIED
         wanted = chains(targets, {0, os.geteuid()})
-        if targets != self._proven:  # wait for a link, on which a ping then shows whether the rules block it
+        if targets != self._proven:  # wait for a connection, so that a ping can test the rules
             await self._is_heard(HEARD_WITHOUT_RULES_S)
         await nftables.replace(wanted)
         if targets == self._proven and self._is_linked():
@@ -147,7 +147,7 @@ async def _addresses(urls: Collection[str]) -> Targets:
     found = set()
     for url in urls:
         parts = bus_address(url)
-        # Skip an empty host. It would stand for the loopback address, and the rules would block the jobs' own ports on
+        # Skip an empty host. It would resolve to the loopback address, and the rules would block the jobs' own ports on
         # that address.
         if not parts.hostname:
             continue

@@ -1,5 +1,5 @@
-"""Configures the container's resolver with the name servers that the Director's cloud-config lists under ``dns`` of a
-network.
+"""Configures the container's resolver with the name servers that the Director's cloud-config lists under a network's
+``dns`` key.
 
 The Go agent writes resolvconf's base file or a drop-in for systemd-resolved (platform/net/dnsresolver). A container has
 neither program, unless its PID 1 is systemd.

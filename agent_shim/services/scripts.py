@@ -32,7 +32,7 @@ from agent_shim.host.process import Process
 logger = logging.getLogger(__name__)
 
 PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
-"""PATH of scripts, independent of the agent's own (agent/script/pathenv/pathenv.go)."""
+"""PATH for scripts, independent of the agent's own (agent/script/pathenv/pathenv.go)."""
 NICE: Final = 5
 """Niceness of lifecycle scripts relative to the agent. Drain scripts and errands run with the agent's niceness."""
 GRACE_S: Final = 10.0
@@ -99,9 +99,9 @@ class Scripts:
         *,
         grace: float = GRACE_S,
     ) -> None:
-        """``spawn`` starts a script. Its arguments are the name of the job, followed by those of ``process.spawn``
-        without the working directory, which ``spawn`` chooses itself. A cancelled script gets KILL ``grace`` seconds
-        after TERM.
+        """``spawn`` starts a script. Its arguments are the job's name, followed by those of ``process.spawn`` without
+        the working directory, which ``spawn`` chooses itself. A cancelled script gets KILL ``grace`` seconds after
+        TERM.
         """
         self._spawn = spawn
         self._paths = paths
@@ -109,10 +109,11 @@ class Scripts:
         self._grace = grace
 
     async def run_all(self, name: str, jobs: Sequence[str], env: Mapping[str, str]) -> None:
-        """Run ``bin/NAME`` of every job that has it and wait for all, without a timeout.
+        """Run ``bin/NAME`` for every job that has it and wait for all, without a timeout.
 
-        Output is appended to the job's logs. If any script fails, raises ``ActionError`` with the last line that each
-        failed script wrote to stderr, or to a log of its job if stderr contains only commands traced by ``set -x``.
+        Output is appended to the job's logs. If any script fails, raise ``ActionError`` with the last line that each
+        failed script wrote to stderr, or to one of its job's logs if stderr contains only commands traced by ``set
+        -x``.
         """
         last_lines: dict[str, str] = {}
 
@@ -180,7 +181,7 @@ class Scripts:
     async def _ask_drain(
         self, job: str, arguments: Sequence[str], environment: Mapping[str, str], cancelled: asyncio.Event
     ) -> bytes:
-        """Run the drain script of a job once, and return the first 4 KiB of its output. Its exit code is ignored."""
+        """Run a job's drain script once, and return the first 4 KiB of its output. Its exit code is ignored."""
         with tempfile.TemporaryFile(dir=self._paths.tmp, buffering=0) as stdout:
             argv, env = [str(self._script(job, "drain")), *arguments], {**self._environ, **environment}
             err = self._log_directory(job) / "drain.stderr.log"
@@ -246,7 +247,7 @@ class Scripts:
 
 
 async def _side_by_side(name: str, jobs: Sequence[str], run: Callable[[str], Awaitable[bool]]) -> None:
-    """Run the scripts of all jobs in parallel. The error lists the jobs in the order in which their scripts finished
+    """Run all jobs' scripts in parallel. The error lists the jobs in the order in which their scripts finished
     (agent/script/parallel_script.go).
     """
     passed: list[str] = []
@@ -276,9 +277,7 @@ def _size(log: Path) -> int:
 
 
 def _sizes(directory: Path) -> dict[str, int]:
-    """Return the sizes of the logs in a job's directory by name. Returns an empty result if there is no such
-    directory.
-    """
+    """Return the sizes of the logs in a job's log directory by name. Return an empty map if that fails."""
     try:
         with guarded.held(directory) as held, closing(guarded.open_directory(held, "")) as fd:
             return {name: _size(directory / name) for name in guarded.names(fd) if name.endswith(".log")}
@@ -289,7 +288,7 @@ def _sizes(directory: Path) -> dict[str, int]:
 def _cause(log: Path, name: str, before: Mapping[str, int]) -> str:
     """Return the last line that a failed script wrote, shortened, or "" if there is none.
 
-    If stderr contains only commands that ``set -x`` has traced, which do not explain a failure, stdout and the job's
+    Commands traced by ``set -x`` do not explain a failure, so if stderr contains nothing else, stdout and the job's
     other logs are searched. For example, the pre-start script of bosh-dns writes the cause to a separate log. After a
     pre-start script has failed, the other logs are searched before stdout. After any other script, they are searched
     last, because the job's processes may write to them too.
@@ -328,7 +327,9 @@ def _outputs_for_reply(stdout: Path, stderr: Path) -> tuple[str, str, list[Path]
 
 
 def shown(path: Path, limit: int) -> tuple[str, bool]:
-    """Return the text of a file, and whether its middle was left out because it exceeds ``limit`` bytes as JSON."""
+    """Return the text of a file, shortened in the middle to at most ``limit`` bytes as JSON, and whether it was
+    shortened.
+    """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         keep = min(size, limit)

@@ -1,9 +1,9 @@
 """Finds the settings on disk, waits for them, reloads and caches them.
 
 The sources are the files that agent.json names, in the order given there, and then ``settings.json``, which is a copy
-of the last valid document. ``update_settings.json`` overlays the document of any source (settings/service.go of the Go
-agent). If no source is valid, the store waits, because CPIs write files after the container has started. An error is
-logged only once.
+of the last valid document. Values in ``update_settings.json`` override those of every source (settings/service.go in
+the Go agent). If no source is valid, the store waits, because a CPI may not write the files until the container has
+started. An error is logged only once.
 
 The store also keeps the bus credentials from before the last rotation, in case the current ones are refused after a
 restart.
@@ -103,8 +103,8 @@ class SettingsStore:
                 self._say(logging.WARNING, f"cannot keep the former credentials of the bus: {exc}")
 
     def other_mbus(self, refused: settings.Mbus) -> settings.Mbus:
-        """Return the credentials to try after ``refused``. The order is the current ones, the former ones, the CPI's,
-        and then the current ones again.
+        """Return the credentials to try after ``refused``. They are tried in this order: the current ones, the former
+        ones, the CPI's, and then the current ones again.
 
         A restart during a rotation, a CPI that recreated the container, or a restored bus can make any of these stale.
         """
@@ -136,8 +136,8 @@ class SettingsStore:
                 await changed(found)
 
     def _stamps(self) -> list[tuple[int, int, int] | None]:
-        # Make these stat calls in the event loop, where they take only about 10 µs. When each poll started a thread,
-        # that took a quarter of the CPU time of an idle agent.
+        # Make these stat calls in the event loop, where they take only about 10 µs. Starting a thread for each poll
+        # took a quarter of an idle agent's CPU time.
         return [files.version(path) for path in (*self._sources, self._paths.update_settings)]
 
     def _read_source(self) -> tuple[settings.Settings, bytes, Path]:
@@ -168,8 +168,8 @@ class SettingsStore:
         except FileNotFoundError:
             return settings.UpdateSettings()
         except (OSError, SettingsError) as exc:
-            # This error is never fatal. If the file is only incomplete, it will change, and the agent then reads it
-            # again.
+            # This error is never fatal. If the file is still being written, it will change again, and the agent will
+            # then reread it.
             self._say(logging.ERROR, f"cannot use {path}: {exc}; ignoring its latest change")
             return self._current.update if self._current else settings.UpdateSettings()
 

@@ -1,4 +1,4 @@
-"""The stored apply spec, ``spec.json``, replaced atomically (agent/applier/applyspec/concrete_v1_service.go)."""
+"""Stores the apply spec in ``spec.json``, written atomically (agent/applier/applyspec/concrete_v1_service.go)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class SpecStore:
-    """Stores the spec. ``current`` is the spec of the last ``apply``, or an empty spec before the first."""
+    """Stores the spec. ``current`` is the spec from the last ``apply``, or an empty spec before the first ``apply``."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths

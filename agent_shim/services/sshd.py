@@ -125,8 +125,8 @@ class Sshd:
             raise HostError(f"it does not listen on port {self._port} after {LISTEN_TIMEOUT_S:.0f} seconds") from None
 
     async def _have_host_key(self) -> Path:
-        """Return the path of the public key. If a key of the pair is missing, generate it. Both have to exist, because
-        sshd does not start without the private key.
+        """Return the path of the public key. If one of the two keys is missing, generate it. Both have to exist,
+        because sshd does not start without the private key.
         """
         public = self._key.with_suffix(".pub")
         if not await asyncio.to_thread(lambda: self._key.exists() and public.exists()):

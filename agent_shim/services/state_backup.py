@@ -1,6 +1,6 @@
 """Maintains a backup of the agent's own state, which outlives the root file system and is restored on a new one.
 
-A container that is restarted in place has a new root file system but the old ``data``. Without a backup
+A container that is restarted in place has a new root file system but the old ``data``. Without a backup,
 ``/var/vcap/bosh`` would be lost, including the bus credentials. Its files are therefore copied to ``data/bosh`` before
 the Director gets the reply to an action. One stamp on the root file system and another in the backup show whether the
 two belong together.
@@ -11,11 +11,11 @@ two belong together.
 | same stamp as the backup | present | same container: update the backup |
 | no stamp, or another one | present | new root file system: restore the backup |
 | a stamp | none | new volume: create the backup |
-| of another agent | any | used image of another agent: set its files aside |
-| any | of another agent | used volume of another agent: set the backup aside |
+| another agent's stamp | any | image with another agent's files: set them aside |
+| any | another agent's stamp | volume used by another agent: set its backup aside |
 
-If a stamp is missing or damaged, other evidence is used. The container is still the same one if a job's process is
-alive in it, or if the remaining stamp names the current pid namespace and the root file system contains state. A backup
+If a stamp is missing or damaged, other evidence is used. The container is still the same one if a job process is alive
+in it, or if the remaining stamp names the current pid namespace and the root file system contains state. A backup
 without a usable stamp belongs to this agent if the container is the same, or if this agent was the last one to hold the
 volume's lease (``volume_lease``).
 
@@ -47,7 +47,7 @@ from agent_shim.host import clock, files, proc
 logger = logging.getLogger(__name__)
 
 SCHEMA: Final = 1
-"""Version of the whole set of state files. It is increased whenever an older agent would misread a file that a new
+"""Version of the set of state files as a whole. It is increased whenever an older agent would misread a file that a new
 agent writes.
 """
 STAMP: Final = "agent_shim.json"
@@ -59,7 +59,7 @@ container.
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """The stamp of a root file system or of a backup. The stamps of a root file system and its backup have the same
+    """The stamp of a root file system or a backup. The stamps of a root file system and its backup have the same
     ``lineage``.
     """
 
@@ -70,7 +70,7 @@ class Stamp(msgspec.Struct, frozen=True):
     incarnation: str = ""
     """Identifies the container in which the stamp was last written (``host.proc.incarnation``)."""
     is_prepared: bool = True
-    """In the root file system's stamp, True if the pre-start scripts of the jobs have run on that file system."""
+    """In the root file system's stamp, True if the jobs' pre-start scripts have run on that file system."""
 
 
 class BackedUpFile(msgspec.Struct, frozen=True):
@@ -85,7 +85,7 @@ class BackedUpFile(msgspec.Struct, frozen=True):
     may_be_empty: bool = False
 
     def is_whole(self, raw: bytes) -> bool:
-        """Return True if the content is intact. It may be corrupt after a crash of the machine or its disk."""
+        """Return True if the content is intact. It may be corrupt after a machine crash or a disk failure."""
         if not self.is_json:
             return self.may_be_empty or raw.strip(b"\0 \n") != b""
         try:
@@ -111,7 +111,7 @@ def backup_files(paths: Paths) -> list[BackedUpFile]:
 
 
 class StateBackup:
-    """Maintains the backup. Call ``begin`` before any write, ``recover`` once the agent id is known."""
+    """Maintains the backup. Call ``begin`` before any write, and ``recover`` once the agent id is known."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -136,11 +136,11 @@ class StateBackup:
     # --- a new agent --------------------------------------------------------------------------------------------------
 
     def begin(self, jobs_live: Callable[[], bool] = lambda: False, former_holder: str = "") -> None:
-        """If this is a new container, clear the run directory that its predecessor has left. Blocks on the disk.
+        """If this is a new container, clear the run directory that its predecessor used. Blocks on disk I/O.
 
-        ``jobs_live`` returns True if a process of a job is alive in this container. ``former_holder`` is the agent that
-        held the volume before. Raises ``BootError`` if the state was written by a newer version. Without a backup, the
-        agent cannot know whether the container is new, so nothing is cleared.
+        ``jobs_live`` returns True if a job process is alive in this container. ``former_holder`` is the agent that held
+        the volume before. Raises ``BootError`` if the state was written by a newer version. Without a backup, the agent
+        cannot know whether the container is new, so nothing is cleared.
         """
         here, copy = _read(self._paths.stamp), _read(self._copy_stamp)
         for stamp in (here, copy):
@@ -162,7 +162,7 @@ class StateBackup:
         if here.lineage and copy.lineage:
             return here.lineage == copy.lineage and now in ("", here.incarnation, copy.incarnation)
         if here.agent_id and not here.lineage:
-            return False  # an earlier agent was killed while it restored this root file system
+            return False  # an earlier agent was killed while restoring this root file system
         # The pid namespace alone does not identify the container, because a new container may share its pod's pid
         # namespace. However, the root file system of a new container contains no state.
         is_root_used = here.lineage != "" or any(
@@ -176,7 +176,7 @@ class StateBackup:
     async def recover(self, agent_id: str) -> None:
         """Restore this agent's backup if the root file system is new, and keep the backup up to date from now on.
 
-        Raises ``BootError`` on failure, because without its state, the agent would have another identity.
+        Raises ``BootError`` on failure, because without its state, the agent would have a different identity.
         """
         try:
             await asyncio.to_thread(self._recover, agent_id)
@@ -261,7 +261,7 @@ class StateBackup:
 
     @property
     def is_prepared(self) -> bool:
-        """True if the pre-start scripts of the current jobs have run on this root file system."""
+        """True if the current jobs' pre-start scripts have run on this root file system."""
         return self._stamp is None or self._stamp.is_prepared
 
     async def prepared(self) -> None:
@@ -342,15 +342,15 @@ class StateBackup:
 
 
 def forget(paths: Paths) -> None:
-    """Remove the backup and both stamps, because another agent is taking over and does not update the backup."""
+    """Remove the backup and both stamps, because another agent is taking over and will not update the backup."""
     names = [STAMP, *(file.path.name for file in backup_files(paths)), paths.supervisor_state.name, SET_ASIDE]
     for path in (*(paths.mirror / name for name in names), paths.stamp):
         files.remove_tree(path)
 
 
 def _read(path: Path) -> Stamp | None:
-    """Read a stamp. If it is unreadable, return ``NOTHING``, so that other evidence decides to which agent the files
-    belong.
+    """Read a stamp. If it is unreadable, return ``NOTHING``, so that other evidence decides which agent owns the
+    files.
     """
     try:
         return wire.decode(files.read(path, is_own=True), Stamp)

@@ -1,4 +1,4 @@
-"""Installs the trusted certificates from the Director on this machine, in addition to those of its image.
+"""Installs the trusted certificates from the Director on this machine, in addition to those in its image.
 
 The paths, the command and the limits match those of the Go agent (platform/cert/cert_manager.go). There are two
 differences. The command, ``update-ca-certificates``, takes a second, so it runs only after a change. If a new container
@@ -46,7 +46,7 @@ class TrustedCas:
         self._turn = asyncio.Lock()
 
     async def install(self, bundle: str, *, tries: int = TRIES) -> str | None:
-        """Trust exactly the CAs in ``bundle`` (concatenated PEM), in addition to those of the image.
+        """Trust exactly the CAs in ``bundle`` (concatenated PEM), in addition to those in the image.
 
         Return the reason if nothing is installed, or None. Raises ``ActionError``.
         """
@@ -75,7 +75,7 @@ def split(bundle: str) -> list[str]:
 
 
 def _write(wanted: Mapping[str, str]) -> bool:
-    """Write the files of ``wanted``. Return True if that changed anything."""
+    """Write the files in ``wanted``. Return True if that changed anything."""
     new = {name: pem for name, pem in wanted.items() if not _holds(DIRECTORY / name, pem)}
     old = [path for path in DIRECTORY.glob(f"{_OURS}*") if path.name not in wanted]
     if not (new or old):

@@ -1,9 +1,8 @@
-"""Manages users of the machine: temporary ones for ``bosh ssh``, and the keys and passwords of vcap and root.
+"""Manages the machine's users: temporary ones for ``bosh ssh``, and the keys and passwords of vcap and root.
 
-Names, groups, paths and the prefixes of errors match those of the Go agent (agent/action/ssh.go,
-platform/linux_platform.go). A process with the owner's rights writes the files in a home directory. If root wrote them,
-the owner could use a link to redirect the write to a file that only root may change. Password hashes are never passed
-as arguments of a program.
+Names, groups, paths and error prefixes match those of the Go agent (agent/action/ssh.go, platform/linux_platform.go).
+Files in a home directory are written by a process with the owner's rights. If root wrote them, the owner could use a
+link to redirect the write to a file that only root may change. Password hashes are never passed as program arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from agent_shim.host import command, files, guarded, proc, process
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "bosh_"
-"""Prefix of the names of users that may be removed. The Director uses it for all users that it creates."""
+"""Name prefix of users that may be removed. The Director uses it for all users that it creates."""
 GROUPS: Final = "vcap,admin,bosh_sudoers,bosh_sshers"
 NO_PASSWORD: Final = "*"  # noqa: S105 - locks the password
 """Stored in place of a password hash, so that no password matches."""
@@ -37,7 +36,7 @@ KEYS_TIMEOUT_S: Final = 10.0
 might never finish.
 """
 EXIT_TIMEOUT_S: Final = 5.0
-"""How long the processes of a removed user may take to exit after SIGKILL."""
+"""How long a removed user's processes may take to exit after SIGKILL."""
 _POLL_S: Final = 0.05
 _KILL_ALL: Final = """
 import os, sys
@@ -48,8 +47,8 @@ try:
 except ProcessLookupError:
     pass
 """
-"""A script that kills all processes of a user with a single system call, so that none escapes by forking. The script's
-real and saved uid are an unused uid, so that the user's processes cannot kill the script first.
+"""A script that kills all of a user's processes with a single system call, so that none escapes by forking. Its real
+and saved uid are set to an unused uid, so that the user's processes cannot kill it first.
 """
 
 _REPLACE_KEYS: Final = """
@@ -103,7 +102,7 @@ class Users:
         return doomed
 
     async def authorize_vcap(self, keys: Sequence[str]) -> None:
-        """Replace the authorized keys of vcap with ``keys``."""
+        """Replace vcap's authorized keys with ``keys``."""
         async with self._turn:
             with errors_as("cannot authorize keys for vcap"):
                 try:
@@ -113,7 +112,7 @@ class Users:
                 await self._authorize("vcap", Path(home), "\n".join(keys))
 
     async def set_passwords(self, hashed: str, *, keep_root: bool) -> None:
-        """Store the crypt hash ``hashed`` as the password of vcap and, unless ``keep_root`` is set, of root."""
+        """Store the crypt hash ``hashed`` as vcap's password and, unless ``keep_root`` is set, as root's."""
         users = ["vcap"] if keep_root else ["root", "vcap"]
         async with self._turn:
             with errors_as(f"cannot set the password of {' and '.join(users)}"):
@@ -162,7 +161,7 @@ class Users:
 
 
 async def remove(user: str) -> None:
-    """Remove a user with its home directory and processes.
+    """Remove a user, its home directory and its processes.
 
     The account is removed first, so that nobody can log in. Then the processes are killed, so that they cannot change
     the home directory while it is being removed.
@@ -179,7 +178,7 @@ async def remove(user: str) -> None:
 
 
 async def _end_processes(account: pwd.struct_passwd) -> None:
-    """Kill the processes of a removed account, because another account with the same uid may be created later."""
+    """Kill a removed account's processes, because another account with the same uid may be created later."""
     if account.pw_uid == 0 or any(entry.pw_uid == account.pw_uid for entry in pwd.getpwall()):
         return  # an administrator may have given the same uid to another account
     if not proc.has_our_root(1):

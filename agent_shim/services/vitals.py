@@ -1,4 +1,4 @@
-"""Measures the vitals of the instance, in the format of heartbeats and ``get_state`` (platform/vitals/service.go).
+"""Measures the instance's vitals, in the format that heartbeats and ``get_state`` use (platform/vitals/service.go).
 
 Every figure is a string, except the uptime. The uptime is a natural number, because the bosh CLI fails on anything
 else. A figure that cannot be read is left out without affecting the others. If the container's limits are lower than
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 CPU_PERIOD_S: Final = 10.0
 """Minimum period over which CPU time is averaged. The first sample covers the whole time since the start."""
 DISK_TIMEOUT_S: Final = 1.0
-"""Timeout for a disk, because a disk on a dead file server never answers."""
+"""Timeout for a disk. It is needed because a disk on a file server that is down never answers."""
 
 UNREADABLE: Final = (OSError, ValueError, LookupError, ArithmeticError)
 """Errors caused by a file in ``/proc`` that is missing, hidden or has an unexpected format."""
@@ -41,8 +41,9 @@ class Figures(msgspec.Struct, frozen=True):
     """The vitals as numbers, in bytes and seconds.
 
     ``memory``, ``cpu`` and ``processors`` are keyed by scope (``container`` or ``host``), ``load`` by the minutes that
-    are averaged (``1``, ``5`` or ``15``), and ``disks`` by the role of the disk or, for a dynamic disk, by its cid.
-    Figures that cannot be read are left out. If the container has no memory limit, its memory is that of the machine.
+    are averaged (``1``, ``5`` or ``15``), and ``disks`` by the disk's role or, for a dynamic disk, by its cid. Figures
+    that cannot be read are left out. If the container has no memory limit, the figures are those of the machine's
+    memory.
     """
 
     memory: Mapping[str, Memory] = msgspec.field(default_factory=dict)
@@ -142,7 +143,7 @@ class Vitals:
         return {name: disk_vitals(usage) for name, usage in self._usages.items() if name in roles}
 
     async def _usage(self, path: Path) -> os.statvfs_result | None:
-        """Return the usage of a disk, or None if it is missing or does not answer."""
+        """Return a disk's usage, or None if it is missing or does not answer."""
         try:
             return await blocking.call(
                 f"usage of {path}", partial(os.statvfs, path), timeout=DISK_TIMEOUT_S, is_urgent=True
@@ -171,8 +172,8 @@ def memory_vitals(memory: Memory) -> dict[str, Any]:
 
 
 def disk_vitals(usage: os.statvfs_result) -> dict[str, str]:
-    """Return the usage of a disk in percent. Space reserved for root counts as free. If the file system has no inodes,
-    their usage is given as 0 percent.
+    """Return a disk's usage in percent. Space reserved for root counts as free. If the file system has no inodes, their
+    usage is given as 0 percent.
     """
     return {
         "percent": f"{_percent(usage.f_blocks - usage.f_bfree, usage.f_blocks):.0f}",
@@ -181,5 +182,5 @@ def disk_vitals(usage: os.statvfs_result) -> dict[str, str]:
 
 
 def _percent(part: float, whole: float) -> float:
-    """Return the percentage, limited to 0 to 100 because the two figures may be inconsistent."""
+    """Return the percentage, clamped to the range 0 to 100 because the two figures may be inconsistent."""
     return min(100.0, max(0.0, 100.0 * part / whole)) if whole > 0 else 0.0

@@ -1,19 +1,20 @@
-"""Leases on volumes. If two agents have access to the same volume, the second one waits and changes nothing.
+"""Acquires and renews leases on volumes. If two agents have access to a volume, the second waits and changes nothing.
 
-This can happen if a pod is recreated while its predecessor is still shutting down, or if an unreachable node still runs
-a pod that was replaced long ago. An agent therefore locks the volume ``data`` and every disk that it mounts. The kernel
-releases the lock when the agent exits. Because a lock only works between agents on the same machine, the locked file is
-also a lease that is renewed every few seconds. Clocks are not compared: a lease expires when the observer has not seen
-it change for a while. On a file system to which only this kernel writes, the lease is not renewed, because the lock
-suffices for agents on this machine, and other machines would not see the renewal (decision 25).
+Two agents can have access to the same volume if a pod is recreated while its predecessor is still shutting down, or if
+an unreachable node still runs a pod that was replaced long ago. An agent therefore locks the ``data`` volume and every
+disk that it mounts. The kernel releases the lock when the agent exits. Because a lock works only between agents on the
+same machine, the locked file is also a lease that is renewed every few seconds. Clocks are not compared: a lease
+expires when the observer has not seen it change for a while. On a file system to which only this kernel writes, the
+lease is not renewed, because the lock suffices for agents on this machine, and other machines would not see the renewal
+(docs/decisions/0025-leases-of-local-volumes-are-not-renewed.md).
 
 | lock | lease | action |
 |---|---|---|
 | held | any | wait |
 | free | none, or released | take it |
-| free | of an agent that shares locks with this one, seen for the first time | take it, because that agent has exited |
-| free | of an agent that shares locks with this one and was seen alive | take it if it stays free (a restart) |
-| free | of another machine | take it if it does not change for ``patience`` |
+| free | from an agent that shares locks with this one, seen for the first time | take it; that agent has exited |
+| free | from an agent that shares locks with this one and was seen alive | take it if the lock stays free |
+| free | from another machine | take it if the lease does not change for ``patience`` |
 
 Two agents share locks if only one kernel writes to the file system, or if both see the same boot id of their kernel.
 The boot id alone is not enough, because LXD gives a container a new one at each start.
@@ -55,7 +56,7 @@ lease.
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """Content of the lease file. ``holder`` is different for each agent process, and ``count`` grows with every
+    """Content of the lease file. ``holder`` is different for each agent process, and ``count`` increases with every
     renewal.
     """
 
@@ -119,19 +120,19 @@ class VolumeLeases:
         self.former: dict[Path, str] = {}
         """The agents (ids, or "") that held this agent's volumes before it, by directory."""
         self._seen: dict[Path, tuple[bytes, float]] = {}
-        """Leases of other agents, each with the time of its last change."""
+        """Other agents' leases, each with the time of its last change."""
 
     def introduce(self, agent_id: str) -> None:
-        """Write the agent id to all leases. Blocks on the disks."""
+        """Write the agent id to all leases. Blocks on disk I/O."""
         self._agent_id = agent_id
         for directory in list(self.held):
             self.renew(directory)
 
     def hold(self, directory: Path) -> str:
-        """Acquire the lease of the volume that contains the agent's private ``directory``. Return "" on success,
+        """Acquire the lease on the volume that contains the agent's private ``directory``. Return "" on success,
         otherwise a description of the holder.
 
-        Blocks on the disk. Raises ``HostError``. A full or read-only volume is used without a lease.
+        Blocks on disk I/O. Raises ``HostError``. A full or read-only volume is used without a lease.
         """
         if directory in self.held:
             return ""
@@ -175,7 +176,7 @@ class VolumeLeases:
 
     def twin(self, directory: Path) -> str:
         """If another agent with the same agent id holds the volume, return a description of that agent, otherwise "".
-        The volume is not held by this agent afterwards.
+        In either case, this agent does not keep the lease.
         """
         rival = self.hold(directory)
         if not rival:
@@ -186,7 +187,7 @@ class VolumeLeases:
 
     def release(self, directory: Path) -> None:
         """Release a volume, so that another agent can use it immediately. If another agent has already taken the
-        volume, its lease is not changed. Blocks on the disk.
+        volume, its lease is not changed. Blocks on disk I/O.
         """
         if hold := self.held.pop(directory, None):
             with hold.turn:
@@ -196,7 +197,7 @@ class VolumeLeases:
                 hold.descriptor = -1
 
     def release_all(self) -> None:
-        """Release all volumes. Call this only when no process of this agent uses them any more."""
+        """Release all volumes. Call this only when none of this agent's processes uses them any more."""
         for directory in list(self.held):
             self.release(directory)
 
@@ -224,7 +225,7 @@ class VolumeLeases:
     def renew(self, directory: Path) -> str:
         """Renew a lease once. If another agent has taken the volume, return a text that says so, otherwise "".
 
-        Blocks on the disk.
+        Blocks on disk I/O.
         """
         hold = self.held.get(directory)
         if hold is None:
@@ -256,7 +257,7 @@ class VolumeLeases:
         lease = Lease(SCHEMA, self._holder, self._agent_id, self._host, self._boot, hold.count, is_over)
         raw = msgspec.json.encode(lease)
         try:
-            # Pad with blanks, because the previous lease in the file may be longer.
+            # Pad with spaces, because the previous lease in the file may be longer.
             os.pwrite(hold.descriptor, raw.ljust(min(os.fstat(hold.descriptor).st_size, _MAX_BYTES)), 0)
             os.fdatasync(hold.descriptor)
         except OSError as exc:
@@ -303,8 +304,8 @@ def _decoded(raw: bytes) -> Lease | None:
 
 
 def _created(path: Path) -> int | None:
-    """Open the lock file. Return None if the file system is full or read-only. The agent then works without the
-    lock.
+    """Open the lock file. Return None if the file system is full or read-only. In that case, the agent works without
+    the lock.
     """
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
@@ -317,8 +318,8 @@ def _created(path: Path) -> int | None:
 
 @contextmanager
 def exclusive_agent(paths: Paths, what: str) -> Iterator[None]:
-    """Lock this root file system for one agent. If another agent has locked it, raises ``AlreadyRunningError`` with a
-    text that begins with "cannot" and ``what``.
+    """Hold a lock that prevents a second agent from using this root file system. Raises ``AlreadyRunningError`` with
+    the text "cannot WHAT: why" if another agent holds it.
     """
     path = paths.agent_lock
     with files.attempting(f"{what}: {path}"):

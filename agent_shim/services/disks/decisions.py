@@ -1,19 +1,19 @@
-"""The state of the disks at one moment (:class:`View`), and pure functions that decide which steps a request needs.
+"""Decides which steps a disk request needs, given the state of the disks at one moment (:class:`View`).
 
 :func:`restore`, :func:`mount`, :func:`unmount`, :func:`begin_copy` and :func:`swap` return steps, which ``mounting``
-carries out in order. They depend only on the view, and raise ``ActionError`` if the request is refused. If the agent is
-killed between any two steps, the next :func:`restore` can continue from the state on disk.
+carries out in order. These functions depend only on the view, and raise ``ActionError`` if the request is refused. If
+the agent is killed between any two steps, the next :func:`restore` can continue from the state on disk.
 
 :func:`plan` decides where each disk belongs, using its marker. If the markers leave a choice, it takes the disk that
-was mounted last (according to managed_disk_settings.json) or the one that is mounted now. No data is lost, because if
-two disks are marked for the store and nothing distinguishes them, neither is mounted and the reason is reported.
+was mounted last (according to managed_disk_settings.json) or the one that is mounted now. If two disks are marked for
+the store and nothing distinguishes them, neither is mounted and the reason is reported, so that no data is lost.
 
 | volume | decision |
 |---|---|
-| one marked for the store | belongs on the store |
-| one marked as migration target | belongs on the migration target |
-| two marked for the store, one a finished copy of the other | the copy; the other is released |
-| two marked for the store | the one named by managed_disk_settings.json, else the one mounted there now, else neither |
+| the only one marked for the store | belongs on the store |
+| marked as migration target | belongs on the migration target |
+| two marked for the store, one a finished copy of the other | the copy belongs on the store, the other is released |
+| two others marked for the store | the one mounted last belongs there, else the one mounted now, else neither |
 | marked with another cid | not used; ``mount_disk`` fails |
 | marked for another instance | not used until the Director sends ``mount_disk`` |
 | mounted last, but its marker now says otherwise | not used, and no job starts |
@@ -33,7 +33,7 @@ from agent_shim.core.errors import ActionError
 from agent_shim.services.disks.markers import DIRECTORY, Marker, Role
 
 NOT_FOUND: Final = "Persistent disk with volume id '{}' could not be found"
-"""The error text of the Go agent (settings/service.go)."""
+"""The Go agent's error text (settings/service.go)."""
 
 # --- view -------------------------------------------------------------------------------------------------------------
 
@@ -60,7 +60,7 @@ class Disk(msgspec.Struct, frozen=True):
 
     @property
     def there(self) -> Path:
-        """The volume of a disk that is known to be present."""
+        """The volume's path, for a disk whose volume is known to be present."""
         assert self.volume is not None, f"the volume of disk {self.cid} is there"
         return self.volume
 
@@ -139,7 +139,7 @@ class View(msgspec.Struct, frozen=True):
 
     @property
     def has_unknown_volume(self) -> bool:
-        """True if the store has a volume that the Director does not know, for example that of a StatefulSet."""
+        """True if the store has a volume that the Director does not know about, for example a StatefulSet's volume."""
         return not self.on_store and self.store.is_mount and self.store.marker is None and not self.store.shown
 
     def point_of(self, cid: str) -> MountPoint | None:
@@ -171,8 +171,8 @@ def plan_of(view: View) -> Placement:
 
 
 def plan(disks: Collection[Disk], *, on_store: str, managed: str, instance: str) -> Placement:
-    """Decide where the disks belong. The markers count first, then the disk mounted last (``managed``), then the disk
-    mounted now (``on_store``).
+    """Decide where the disks belong. The markers take precedence. Where they leave a choice, the disk mounted last
+    (``managed``) is preferred, then the disk mounted now (``on_store``).
     """
     strangers = {disk.cid for disk in disks if _is_strange(disk, instance)}
     ours = [disk for disk in disks if disk.cid not in strangers]
@@ -216,7 +216,7 @@ def _is_strange(disk: Disk, instance: str) -> bool:
 
 
 class Take(msgspec.Struct, frozen=True):
-    """Acquire the lease of a volume before using the volume. Fails while another agent holds the lease."""
+    """Acquire a volume's lease before using the volume. Fails while another agent holds the lease."""
 
     cid: str
     volume: Path
@@ -280,7 +280,7 @@ class Sync(msgspec.Struct, frozen=True):
 
 
 class ReleaseVolume(msgspec.Struct, frozen=True):
-    """Release the lease of a volume, so that another agent may acquire it."""
+    """Release a volume's lease, so that another agent may acquire it."""
 
     volume: Path
 
@@ -302,7 +302,7 @@ def restore(view: View) -> list[Step]:
         disk = disks[decided.store]
         if there in ("", disk.cid):
             steps += _show(disk, view.store)
-        else:  # another disk may only be unmounted if an interrupted swap left it there
+        else:  # another disk may be unmounted only if an interrupted swap left it there
             occupant = disks.get(there)
             if occupant is None or not (occupant.role == "target" or there in decided.replaced):
                 raise ActionError(f"disk {disk.cid} belongs on {view.store.path}, but disk {there} is there")
@@ -359,11 +359,11 @@ def present(view: View, cid: str) -> Disk:
 
 
 def _former(view: View, new: Disk) -> Disk | None:
-    """Return the disk that has to be mounted on the store before ``new``, or None. This is necessary only if ``new`` is
-    empty, and the result is the only other disk that has files but no marker.
+    """Return the disk that has to be mounted on the store before ``new``, or None. There is such a disk only if ``new``
+    is empty and exactly one other disk has files but no marker.
 
-    If a CPI recreates the container to attach a second disk, nothing records where the first disk was mounted if it has
-    no marker.
+    This happens if a CPI recreates the container to attach a second disk: without a marker on the first disk, nothing
+    records where that disk was mounted.
     """
     if new.role == "store" or not new.is_empty:
         return None
@@ -385,8 +385,8 @@ def unmount(view: View, cid: str) -> list[Step]:
     if volume is not None:
         steps.append(Sync(volume))
     if point is not None and point.path != volume:
-        # The mount need not be removed for the disk to be considered unmounted. Removing it may be impossible, because
-        # the container was created with the mount.
+        # If the container was created with the mount, it may not be possible to remove the mount. The disk is
+        # considered unmounted either way.
         steps.append(TakeAway(point.path, is_optional=True))
     if disk is not None and disk.role is not None:
         steps += _unclaim(view, disk, is_managed=view.managed == cid)
@@ -400,7 +400,8 @@ def unmount(view: View, cid: str) -> list[Step]:
 def begin_copy(view: View, old: str, new: str) -> list[Step]:
     """Return the steps to carry out before the disk on the store is copied to the disk on the migration target.
 
-    An empty cid stands for the disk that is mounted there. If the migration has already finished, there are no steps.
+    ``old`` and ``new`` are the expected cids of these disks; "" matches any disk. If the migration has already
+    finished, there are no steps.
     """
     if _is_migrated(view, old, new):
         return []

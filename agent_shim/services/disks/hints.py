@@ -1,4 +1,4 @@
-"""Parses disk hints from CPIs in all their forms, and stores hints that arrive in a request.
+"""Parses the various forms of disk hints that CPIs send, and stores the hints that arrive in requests.
 
 The fields have the same names and meanings as in the Go agent (settings/settings.go, DiskSettings;
 persistent_disk_hints.json).
@@ -45,7 +45,7 @@ _NAMES: Final = {
 
 
 class DiskSettings(msgspec.Struct, frozen=True, rename=_NAMES):
-    """One disk in the hints file. As with the Go agent, the file contains every field, even an empty one."""
+    """One disk in the hints file. As with the Go agent, the file contains every field, even empty ones."""
 
     cid: str = ""
     device_id: str = ""
@@ -65,7 +65,7 @@ class DiskSettings(msgspec.Struct, frozen=True, rename=_NAMES):
         return next((Path(os.path.normpath(text)) for text in named if text.startswith("/")), None)
 
     def __str__(self) -> str:
-        """Return the format that the Go agent uses in replies, without secrets."""
+        """Format the settings as the Go agent does in replies, without secrets."""
         return f"{{ID:{self.cid} DeviceID:{self.device_id} VolumeID:{self.volume_id} Path:{self.path}}}"
 
 
@@ -96,10 +96,10 @@ def _texts(given: Mapping[str, Any], members: Mapping[str, str]) -> dict[str, st
 
 
 def known(persistent: Mapping[str, Any], env: Env, stored: Mapping[str, DiskSettings]) -> dict[str, DiskSettings]:
-    """Return all disks, keyed by cid. A stored hint overrides the entry of the same disk in the settings.
+    """Return all disks, keyed by cid. A stored hint overrides the settings' entry for the same disk.
 
-    Old CPIs name disks in the settings. A stored hint without a path does not override such an entry. An entry with an
-    empty cid is ignored.
+    Older CPIs name disks in the settings. A stored hint without a path does not override such an entry. An entry with
+    an empty cid is ignored.
     """
     found = {cid: from_hint(cid, hint, env) for cid, hint in persistent.items() if cid}
     for cid, disk in stored.items():
@@ -109,8 +109,8 @@ def known(persistent: Mapping[str, Any], env: Env, stored: Mapping[str, DiskSett
 
 
 def load(path: Path) -> dict[str, DiskSettings]:
-    """Load the stored hints. An unreadable file is renamed and treated as missing, because the Director sends each hint
-    again with its disk.
+    """Load the stored hints. An unreadable file is renamed and treated as missing, because the Director sends the hint
+    again whenever it attaches the disk.
     """
     try:
         return wire.convert(wire.decode_json(files.read(path, is_own=True)), dict[str, DiskSettings])

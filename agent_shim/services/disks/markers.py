@@ -1,6 +1,6 @@
-"""The marker of a volume: the file ``.agent_shim/disk.json`` at the top of the volume, which identifies the disk.
+"""A volume's marker: the ``.agent_shim/disk.json`` file at the top of the volume. It identifies the disk.
 
-It is written when a disk is mounted at the Director's request, and it outlives containers. From the markers,
+The marker is written when a disk is mounted at the Director's request, and it outlives containers. From the markers,
 ``decisions`` derives where each disk belongs.
 """
 
@@ -35,9 +35,9 @@ Role = Literal["store", "target", ""]
 class Marker(msgspec.Struct, frozen=True):
     """Identity of a volume, stored on it.
 
-    ``source`` is the cid of the disk that was copied here. With the role ``store`` the copy is complete; with any other
-    role it may be partial. ``generation`` counts migrations, because after migrating to another disk and back, each
-    disk is the source of the other. ``instance`` is the id in the apply spec, or "" before there is one.
+    ``source`` is the cid of the disk that was copied here. With the ``store`` role, the copy is complete; with any
+    other role it may be partial. ``generation`` counts migrations, because after migrating to another disk and back,
+    each disk is the source of the other. ``instance`` is the id in the apply spec, or "" before there is one.
     """
 
     cid: str
@@ -53,7 +53,7 @@ class Marker(msgspec.Struct, frozen=True):
 
 
 def read(volume: Path) -> Marker | None:
-    """Read the marker of a volume. Return None if there is no readable marker written by an agent.
+    """Read a volume's marker. Return None if there is no readable marker written by an agent.
 
     The owner of the file is checked, because jobs own the top directory of many volumes and can therefore replace the
     directory with the marker.
@@ -93,8 +93,8 @@ def write(volume: Path, marker: Marker) -> None:
     """Write the marker atomically. Raises ``HostError``.
 
     If root writes the marker, a new volume gets mode 0755 regardless of the mode that its provisioner has set, because
-    jobs of all users must be able to reach their directories. Write permission for others is removed from the top of
-    every volume, because a job could otherwise replace the marker's directory.
+    jobs must be able to reach their directories whatever user they run as. Write permission for others is removed from
+    the top of every volume, because a job could otherwise replace the marker's directory.
     """
     if os.geteuid() == 0:
         is_new = not os.path.lexists(volume / DIRECTORY / NAME)

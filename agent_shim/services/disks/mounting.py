@@ -47,10 +47,10 @@ class DiskMounts:
     """The mount points (store and migration target), and the volumes that may be mounted there.
 
     ``settings`` and ``instance`` (the id in the apply spec, or "") are called whenever the disks are examined.
-    ``hold``, ``release`` and ``is_held`` acquire, release and query the lease of a volume (``volume_lease``). Their
-    argument is the agent's private directory on the volume. ``hold`` returns the other agent that has the lease, or ""
-    on success. ``binds`` is True if this container may create bind mounts. If it is None, this is determined with a
-    trial mount.
+    ``hold``, ``release`` and ``is_held`` acquire, release and query a volume's lease (``volume_lease``). Their argument
+    is the agent's private directory on the volume. ``hold`` returns the other agent that has the lease, or "" on
+    success. ``binds`` is True if this container may create bind mounts. If it is None, this is determined with a trial
+    mount.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class DiskMounts:
             return frozenset()
 
     def link(self, view: View, wanted: DiskAssociation) -> None:
-        """Create the link ``instance/disks/NAME`` to a disk of any kind (agent/action/update_settings.go)."""
+        """Create the ``instance/disks/NAME`` link to a disk of any kind (agent/action/update_settings.go)."""
         disk = view.disks.get(wanted.cid)
         if disk is None:
             raise ActionError(decisions.NOT_FOUND.format(wanted.cid))
@@ -272,9 +272,9 @@ class DiskMounts:
     def _claim(self, step: decisions.Claim) -> None:
         """Record where a disk is mounted. Raises ``HostError`` if the next agent would not mount the disk there.
 
-        For a disk on the store, one of the two records is enough, because the marker cannot be written if the disk is
-        full or read-only, and the other record cannot be written if the root file system is full. A disk on the
-        migration target needs its marker.
+        A disk on the store is recorded in its marker and in a file on the root file system. One of these records is
+        enough, because the marker cannot be written if the disk is full or read-only, and the file cannot be written if
+        the root file system is full. A disk on the migration target needs its marker.
         """
         marker, unmarked = step.marker, None
         if not step.is_marked:
@@ -324,7 +324,7 @@ class DiskMounts:
 
 
 def _read_marker(volume: Path, unmounted: Collection[str], cid: str = "") -> Marker | None:
-    """Read the marker of a volume. If the disk is recorded as unmounted, the role in the returned marker is ""."""
+    """Read a volume's marker. If the disk is recorded as unmounted, the role in the returned marker is ""."""
     marker = markers.read(volume)
     is_unmounted = marker is not None and (cid or marker.cid) in unmounted
     return msgspec.structs.replace(marker, role="") if marker is not None and is_unmounted else marker

@@ -1,8 +1,8 @@
 """Handles the Director's disk requests. This is the asynchronous part of the disk service.
 
 For each request, the service examines the disks, a function of ``decisions`` returns the necessary steps, and
-``mounting`` carries them out. Then the disks are examined again to verify the outcome. Changes are made in the task
-lane, one request at a time. Failures raise ``ActionError`` or ``HostError``.
+``mounting`` carries them out. Then the disks are examined again to verify the outcome. Requests that change
+anything run as tasks, one at a time. Failures raise ``ActionError`` or ``HostError``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ attributes that could not be copied (``bulk.copytree``).
 
 
 async def in_worker(source: Path, target: Path, report: Report) -> list[str]:
-    """Copy a directory in a worker process, because copying may take hours and may have to be killed. Return
+    """Copy a directory in a worker process, because the copy may take hours and may have to be aborted. Return
     descriptions of the attributes that could not be copied. Raises ``ActionError`` with the worker's error.
     """
     return (await workers.work(CopyTree(str(source), str(target), sorted(OURS)), report=report)).losses
@@ -58,14 +58,14 @@ class DiskTimeouts(msgspec.Struct, frozen=True):
     """Time between TERM and KILL for job processes that use the disk."""
     look: float = 0.2
     rival: float = 40.0
-    """How long to wait for another agent's lease to expire. The agent of a deleted VM may have lost the disk without
+    """How long to wait for another agent's lease to expire. A deleted VM's agent may have lost the disk without
     releasing its lease. Such a lease expires if it is not renewed for a while after the request begins
     (``volume_lease.LeasePace``).
     """
 
 
 class Disks:
-    """Persistent and dynamic disks of this instance.
+    """This instance's persistent and dynamic disks.
 
     ``settings`` and ``instance`` (the id in the apply spec, or "") are called whenever the disks are examined.
     ``of_jobs`` returns the pids that may be terminated to release a disk. ``hold`` receives a private directory on a
@@ -107,7 +107,10 @@ class Disks:
     # --- restarts -----------------------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Mount every disk where it was before a restart. ``problem`` reports failures."""
+        """Mount every disk where it was before a restart, and link the disks that the Director has associated.
+
+        ``problem`` reports disks that could not be mounted. Failures to link are only logged.
+        """
         view = await self._restored()
         for wanted in self._settings().update.disk_associations:
             try:
@@ -117,7 +120,7 @@ class Disks:
 
     async def problem(self) -> str:
         """Return the reason why no job may start, or "". The reason is a missing disk that belongs on the store, or a
-        disk request that is being executed.
+        disk request that is still in progress.
         """
         if self._running:
             return f"{self._running} is in progress"
@@ -274,8 +277,8 @@ class Disks:
     async def migrate(self, old: str = "", new: str = "") -> None:
         """Copy the disk on the store to the disk on the migration target, and swap the two disks.
 
-        An empty cid stands for the disk that is mounted there. An interrupted migration starts over. If the migration
-        has already finished, nothing is done.
+        ``old`` and ``new`` are the expected cids of these disks; "" matches any disk. An interrupted migration starts
+        over. If the migration has already finished, nothing is done.
         """
 
         def report(progress: Progress) -> None:
@@ -301,7 +304,7 @@ class Disks:
     # --- links --------------------------------------------------------------------------------------------------------
 
     async def associate(self, wanted: Collection[DiskAssociation]) -> None:
-        """Create a link ``instance/disks/NAME`` to each disk. Raises ``ActionError`` in the same cases as the Go
+        """Create an ``instance/disks/NAME`` link to each disk. Raises ``ActionError`` in the same cases as the Go
         agent's update_settings.
         """
         known = await asyncio.to_thread(self._mounts.known)
@@ -313,7 +316,7 @@ class Disks:
                 await asyncio.to_thread(self._mounts.link, await self._look(), each)
 
     async def add_dynamic(self, cid: str, hint: Any) -> None:
-        """Create the link ``data/dynamic_disks/CID`` to the path in the hint (platform/linux_platform.go,
+        """Create the ``data/dynamic_disks/CID`` link to the path in the hint (platform/linux_platform.go,
         SetupDynamicDisk).
         """
         link = self._paths.dynamic_disks / plain(cid)

@@ -1,1 +1,1 @@
-"""Job log files: archives for ``fetch_logs``, a combined stream of lines, and rotation."""
+"""Packs job logs for ``fetch_logs``, combines them into one stream of lines, and rotates them."""

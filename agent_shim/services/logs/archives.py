@@ -1,4 +1,4 @@
-"""Log archives: uploaded for the Director, or kept on disk for a download over ssh.
+"""Creates log archives, which are uploaded for the Director or kept on disk for a download over ssh.
 
 The log types, names in the archive, patterns and texts match those of the Go agent
 (agent/logstarprovider/logs_tar_provider.go, agent/action/fetch_logs.go, bundle_logs.go). There are three differences.
@@ -24,7 +24,7 @@ from agent_shim.core.settings import Blobstore
 from agent_shim.host import files
 
 REMARKS: Final = "agent_shim.remarks.txt"
-"""Archive entry that lists the files which were left out or changed while they were read, if there are any."""
+"""Archive entry that lists the files that were left out or changed while they were read, if there are any."""
 MAX_AGE_S: Final = 24 * 3600.0
 """Age in seconds at which an archive on disk is removed."""
 MAX_BUNDLES: Final = 20
@@ -60,8 +60,8 @@ class Logs:
     ) -> protocol.Done:
         """Upload an archive to the signed URL or, without one, to the blobstore. Return its digests and the blob id.
 
-        ``kinds`` is a comma-separated list of ``job``, ``agent`` and ``system``. Without patterns all files are packed.
-        ``report`` is called with a description of each step as it begins.
+        ``kinds`` is a comma-separated list of ``job``, ``agent`` and ``system``. Without patterns, all files are
+        packed. ``report`` is called with a description of each step as it begins.
         """
         archive = files.sibling(self._paths.tmp / "logs")
         put = protocol.Put(str(self._paths.base), store, str(archive), signed_url, dict(headers))

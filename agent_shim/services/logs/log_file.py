@@ -66,7 +66,7 @@ class LogFile:
         return os.fstat(self._descriptor).st_mtime
 
     def last(self, count: int) -> Iterator[bytes]:
-        """Yield the last ``count`` lines before the offset of the next read, from at most ``MAX_TAIL_BYTES``."""
+        """Yield the last ``count`` lines before the read position, at most ``MAX_TAIL_BYTES`` in total."""
         found = guarded.chunks(self._descriptor, self._begin_of_last(count), self._place)
         yield from self._split(chain((chunk for _, chunk in found), [b""]))
 
@@ -79,7 +79,7 @@ class LogFile:
     def _split(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
         for chunk in chunks:
             *lines, self._rest = (self._rest + chunk).split(b"\n")
-            if not chunk and self._rest:  # an empty chunk means that this file has ended
+            if not chunk and self._rest:  # an empty chunk marks the end of this file
                 lines, self._rest = [self._rest], b""
             yield from lines
             while len(self._rest) > MAX_LINE_BYTES:
@@ -87,7 +87,7 @@ class LogFile:
                 self._rest = self._rest[MAX_LINE_BYTES:]
 
     def chunks(self, allowed: int | None = None) -> Iterator[bytes]:
-        """Yield the bytes written since the last read, skipping the holes of sparse files. An empty chunk marks the end
+        """Yield the bytes written since the last read, skipping the holes in sparse files. An empty chunk marks the end
         of a file that was renamed, removed or truncated. If more than ``allowed`` bytes were written, the oldest bytes
         are skipped, and an extra line says how many.
         """
@@ -125,8 +125,8 @@ class LogFile:
         return not os.path.samestat(found, os.fstat(self._descriptor))
 
     def _begin_of_last(self, count: int) -> int:
-        """Return the offset of the first of the last ``count`` lines before the next read. Only the last
-        ``MAX_TAIL_BYTES`` before that read are searched.
+        """Return the offset at which the last ``count`` lines before the read position begin. Only the last
+        ``MAX_TAIL_BYTES`` before that position are searched.
         """
         end_offset = self._place
         lowest = max(0, end_offset - MAX_TAIL_BYTES)

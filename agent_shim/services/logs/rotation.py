@@ -1,11 +1,11 @@
-"""Rotation of job logs: large logs are rotated and old archives removed, so that they do not fill the disk.
+"""Rotates large job logs and removes old archives, so that they do not fill the disk.
 
 A stemcell uses logrotate and cron for this purpose, with a rule that the Go agent writes during each apply
 (platform/linux_platform.go). The rule rotates each ``*.log`` that is larger than 50 MB, in three directory levels below
 ``sys/log``, with copytruncate, and keeps seven archives of it. In this agent, a worker process does the same every
 minute. In addition, the total size of all archives is limited.
 
-If two programs copy and truncate the same file, lines are lost. The Go agent's rule is therefore disabled while this
+If two programs copy and truncate the same file, lines are lost. Therefore, the Go agent's rule is disabled while this
 agent runs, and ``handback`` enables it again.
 """
 
@@ -82,14 +82,14 @@ class Found(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """Logs to rotate, and the archives of each job."""
+    """Logs to rotate, and each job's archives."""
 
     due: list[Found]
     archives: dict[str, list[Found]]
 
 
 class Rotation:
-    """Rotates the logs of jobs. ``spec_size`` returns the size limit in the deployed spec, such as ``50M``, or ""."""
+    """Rotates job logs. ``spec_size`` returns the size limit in the deployed spec, such as ``50M``, or ""."""
 
     def __init__(self, paths: Paths, limits: RotationLimits, spec_size: Callable[[], str]) -> None:
         self._root = paths.log
@@ -132,7 +132,7 @@ class Rotation:
             await blocking.call(_call_owner(path), partial(remove, self._root, path))
 
     async def _look(self, limit: int) -> Findings:
-        """Return the findings for all jobs. Each job is searched in a separate thread, so that a job whose volume hangs
+        """Return the findings for all jobs. Each job is examined in a separate thread, so that a job whose volume hangs
         does not delay the others.
         """
         findings = Findings([], {})
@@ -179,7 +179,7 @@ def enable_rule(rule: Path) -> None:
 
 
 def leave_to_logrotate(rule: Path) -> None:
-    """Enable the Go agent's rule again. A failure is logged as an error, because nothing would rotate the logs.
+    """Enable the Go agent's rule again. A failure is logged as an error, because in that case nothing rotates the logs.
     Blocks.
     """
     try:
@@ -202,10 +202,11 @@ def _jobs(root: Path) -> list[str]:
 
 
 def look_at(root: Path, job: str, limit: int) -> tuple[list[Found], list[Found]]:
-    """Find the logs of a job ("" for files that belong to none) above ``limit`` bytes, and its archives. Blocks.
+    """Find a job's archives, and those of its logs that exceed ``limit`` bytes. The job "" stands for files that
+    belong to no job. Blocks.
 
     Links are neither followed nor returned. Files with a second hard link are not rotated, and therefore not returned,
-    because a job could give one file hundreds of names. The search of one job ends at ``MAX_JOB_ENTRIES``.
+    because a job could give one file hundreds of names. At most ``MAX_JOB_ENTRIES`` are examined.
     """
     logs: list[Found] = []
     archives: list[Found] = []

@@ -2,7 +2,7 @@
 
 The time is read from the line itself, in the format of RFC 3339, Go's log package or nginx. In a JSON line, it is read
 from a field and may also be in seconds since 1970. A line without a time is treated as if it had the time of the
-preceding line. If a file has no times at all, its modification time decides. Times without a zone are UTC, as on
+preceding line. If a file has no times at all, its modification time is used. Times without a zone are UTC, as on
 stemcells.
 """
 
@@ -52,7 +52,7 @@ def written_at(line: bytes) -> float | None:
             return datetime.strptime(found[1].decode(), "%d/%b/%Y:%H:%M:%S %z").timestamp()
         if found := _SECONDS.search(head):
             return float(found[1])
-    except (ValueError, OverflowError):  # an impossible date
+    except (ValueError, OverflowError):  # an invalid date
         pass
     return None
 
@@ -77,7 +77,7 @@ class Since:
 
     def is_wanted(self, file: str, line: bytes, changed_at: Callable[[], float]) -> bool:
         """Return True if a line of ``file`` was written at or after the given time. ``changed_at`` returns the file's
-        modification time, which decides until the first line with a time.
+        modification time, which is used for the lines before the first one with a timestamp.
         """
         at = written_at(line)
         if at is not None:

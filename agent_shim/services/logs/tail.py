@@ -24,8 +24,8 @@ POLL_S: Final = 0.5
 SEARCH_PERIOD_S: Final = 2.0
 """Interval between searches for new files."""
 MAX_FILES: Final = 500
-"""Maximum number of followed files. The number is divided among the jobs, so that one job cannot use up the share of
-another.
+"""Maximum number of followed files. The number is divided among the jobs, so that one job cannot use up another's
+share.
 """
 MIN_JOB_FILES: Final = 10
 MAX_DEPTH: Final = 8
@@ -38,7 +38,7 @@ AGENT_FILES: Final = ("current",)
 
 
 class LogLine(NamedTuple):
-    """A line of a log. ``file`` is the path below the directory of the job, ``raw`` the line without its line break."""
+    """A log line. ``file`` is the path below the job's directory, and ``raw`` is the line without its line break."""
 
     job: str
     file: str
@@ -65,8 +65,8 @@ class Follower:
     """Follows the log files of one job, or of all jobs if ``job`` is "", below ``directory``. Its methods block, so it
     is meant for use in a thread or a command.
 
-    If ``rate`` is set, at most that many bytes per second of each file are returned, and the rest is skipped. Files are
-    identified by their paths below the directory, with surrogates for invalid UTF-8.
+    If ``rate`` is set, at most that many bytes per second from each file are returned, and the rest is skipped. Files
+    are identified by their paths below the directory, with surrogates for invalid UTF-8.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Follower:
 
 
 def stream(directory: Path, *, as_json: bool, out: TextIO) -> None:
-    """Write new log lines of jobs to ``out``, in a daemon thread, because a slow reader may block the write."""
+    """Write the jobs' new log lines to ``out``, in a daemon thread, because a slow reader may block the write."""
     # Do not use a buffered file. The thread would hold the buffer's lock while a write blocks, and the interpreter
     # needs that lock at exit.
     raw = open(out.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115 - for as long as the process lives
