@@ -20,17 +20,13 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 TIMEOUT_S: Final = 2.0
-"""Default deadline of a call."""
+"""Default deadline for a call."""
 MAX_THREADS: Final = 32
-"""Maximum number of threads that may hang at the same time, for example because the volumes of many jobs do not
-answer.
-"""
+"""Maximum number of threads that may hang at the same time, for example because many jobs' volumes do not answer."""
 _POLL_S: Final = 0.01
 
 _busy: Final[set[str]] = set()
-"""The ``owner`` arguments of the calls in progress. The threads of the calls change this set, so ``_lock`` protects
-it.
-"""
+"""The ``owner`` arguments of the calls in progress. The calls' threads change this set, so ``_lock`` protects it."""
 _lock: Final = threading.Lock()
 
 
@@ -41,8 +37,8 @@ async def call(owner: str, work: Callable[[], T], *, timeout: float = TIMEOUT_S,
     run one after another, so a resource that hangs occupies only one thread. Calls that are not urgent also wait while
     ``MAX_THREADS`` other calls are in progress.
 
-    Raises ``TimeoutError`` if there is no result in time. ``work`` may then still be running, or may not have started.
-    Raises ``OSError`` (EAGAIN) if the system allows no further thread.
+    Raises ``TimeoutError`` if there is no result in time. In that case, ``work`` may still be running, or may not have
+    started yet. Raises ``OSError`` (EAGAIN) if the system allows no further thread.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()

@@ -1,5 +1,5 @@
-"""Reads the privileges of this process, as reported by the kernel. This does not show the effects of seccomp and
-AppArmor, which can only be found by trial (``privilege_probes``).
+"""Reads this process's privileges, as reported by the kernel. This does not show the effects of seccomp and AppArmor,
+which can only be found by trial (``privilege_probes``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Privileges(NamedTuple):
 
 
 def privileges(proc: Path = PROC) -> Privileges:
-    """Read the privileges of this process."""
+    """Read this process's privileges."""
     return parse_status((proc / "self/status").read_text())
 
 

@@ -1,4 +1,4 @@
-"""Reads the limits and usage of the container from cgroup v1, v2 or both. Units are bytes and seconds.
+"""Reads the container's limits and usage from cgroup v1, v2 or both. Units are bytes and seconds.
 
 There is no direct way to find the container's cgroup. The agent may be in a leaf below it, and in the host's cgroup
 namespace, the hierarchy continues above it. The level with the lowest limit is therefore assumed to be the container's
@@ -23,7 +23,7 @@ _INACTIVE: Final = {1: "total_inactive_file", 2: "inactive_file"}
 
 
 class Hierarchy(msgspec.Struct, frozen=True):
-    """The hierarchy of one controller: its cgroup version, and the directories from our own cgroup up to the top of the
+    """One controller's hierarchy: its cgroup version, and the directories from our own cgroup up to the top of the
     mount.
     """
 
@@ -32,8 +32,8 @@ class Hierarchy(msgspec.Struct, frozen=True):
 
 
 class Cgroup(msgspec.Struct, frozen=True):
-    """The cgroups of this process by controller, with None for a hidden controller. ``cpuacct`` exists only in version
-    1, where it accounts the CPU time that ``cpu`` accounts in version 2.
+    """This process's cgroups by controller, with None for a hidden controller. ``cpuacct`` exists only in version 1,
+    where it reports the CPU usage that ``cpu`` reports in version 2.
     """
 
     memory: Hierarchy | None = None
@@ -43,7 +43,7 @@ class Cgroup(msgspec.Struct, frozen=True):
 
 
 def find(proc: Path = host_stats.PROC) -> Cgroup:
-    """Find the cgroups of this process. The result is empty if ``/proc`` or the hierarchies are hidden."""
+    """Find this process's cgroups. The result is empty if ``/proc`` or the hierarchies are hidden."""
     try:
         return parse_membership((proc / "self/cgroup").read_text(), parse((proc / "self/mountinfo").read_bytes()))
     except (OSError, ValueError):
@@ -51,8 +51,8 @@ def find(proc: Path = host_stats.PROC) -> Cgroup:
 
 
 def parse_membership(text: str, table: Sequence[Mount]) -> Cgroup:
-    """Find the directories of our cgroups from the text of ``/proc/self/cgroup`` (``4:memory:/a`` in version 1,
-    ``0::/a`` in version 2) and the mount table.
+    """Find our cgroup directories from the text of ``/proc/self/cgroup`` (``4:memory:/a`` in version 1, ``0::/a`` in
+    version 2) and the mount table.
     """
     paths, visible = processes.parse_groups(text), _visible(table)
 
@@ -79,7 +79,7 @@ def contains_this_process(hierarchy: Hierarchy) -> bool:
     """Return True if the kernel lists this process in the directory that we take for our own cgroup.
 
     This check is necessary because the path in ``/proc/self/cgroup`` may be relative to another root, for example the
-    host's. It could then name an existing cgroup with other processes.
+    host's. In that case, it could name an existing cgroup with other processes.
     """
     return str(os.getpid()) in _text(hierarchy.levels[0] / "cgroup.procs").split()
 
@@ -99,8 +99,8 @@ def _hierarchy(version: int, path: str, ours: Sequence[Mount]) -> Hierarchy | No
 
 
 def memory(cgroup: Cgroup, host: host_stats.Memory) -> host_stats.Memory | None:
-    """Return the memory and swap of the container, or None if no limit is lower than the machine's memory. In that
-    case, the machine's figures apply.
+    """Return the container's memory and swap, or None if no limit is lower than the machine's memory. In that case, the
+    machine's figures apply.
 
     Page cache that was not used recently counts as free, because the kernel reclaims it before it kills a process.
     """
@@ -118,8 +118,8 @@ def memory(cgroup: Cgroup, host: host_stats.Memory) -> host_stats.Memory | None:
 
 
 def memory_total(cgroup: Cgroup, host: int) -> int:
-    """Return how many bytes of memory the container may use. This is its lowest limit or, if no limit is lower than the
-    machine's memory, ``host``, which is that memory.
+    """Return how many bytes of memory the container may use: its lowest limit or, if none is lower, ``host``, which is
+    the machine's memory.
     """
     level = _tightest(cgroup.memory, host)
     limit = memory_limit(cgroup.memory.version, level) if cgroup.memory and level else None
@@ -139,7 +139,7 @@ def memory_current(version: int, level: Path) -> int | None:
 
 
 def _swap(version: int, level: Path) -> tuple[int | None, int | None]:
-    """Return the limit and usage of swap. Version 1 reports only the sums of memory and swap, from which they are
+    """Return the swap limit and usage. Version 1 reports only the sums of memory and swap, from which they are
     calculated.
     """
     if version == 2:
@@ -174,13 +174,13 @@ def oom_kills_of(version: int, level: Path) -> int | None:
 
 
 def oom_group(cgroup: Cgroup) -> Path | None:
-    """Return the path of ``memory.oom.group`` if it makes the OOM killer kill all processes of this container together,
+    """Return the path of ``memory.oom.group`` if it makes the OOM killer kill all processes in this container together,
     or None if only one process is killed.
 
     In version 2, a kubelet sets this file to 1 for every container, unless its ``singleProcessOOMKill`` is true. The
-    container's cgroup is the top of the mount or, in the cgroup namespace of the host, in which containerd leaves
-    privileged containers, our own cgroup if it also contains PID 1. Any other file is not touched, because an operator
-    has set it on purpose (``OOMPolicy=kill`` in a systemd unit).
+    container's cgroup is the top of the mount. In the host's cgroup namespace, in which containerd leaves privileged
+    containers, it is our own cgroup if that also contains PID 1. The file in any other cgroup is not changed, because
+    an operator has set it on purpose (``OOMPolicy=kill`` in a systemd unit).
     """
     if cgroup.memory is None or cgroup.memory.version != 2:
         return None
@@ -191,8 +191,8 @@ def oom_group(cgroup: Cgroup) -> Path | None:
 
 
 def end_oom_group(cgroup: Cgroup) -> bool:
-    """Let the OOM killer kill only one process of this container at a time. Return True if the setting had to be
-    changed. Raises ``OSError``.
+    """Make the OOM killer kill a single process instead of all processes in this container. Return True if the setting
+    had to be changed. Raises ``OSError``.
     """
     path = oom_group(cgroup)
     if path is not None:
@@ -241,13 +241,13 @@ def processors(cgroup: Cgroup) -> float | None:
 
 
 def _quotas(cgroup: Cgroup) -> list[tuple[float, int]]:
-    """Return the quotas of those levels that have one, each with the index of the level."""
+    """Return each quota with the index of its level. Levels without a quota are left out."""
     quotas = [cpu_quota(cgroup.cpu.version, level) for level in cgroup.cpu.levels] if cgroup.cpu else []
     return [(quota, index) for index, quota in enumerate(quotas) if quota is not None]
 
 
 def cpu_quota(version: int, level: Path) -> float | None:
-    """Return the quota of a level as a number of CPUs, for example 1.5, or None if it has no quota."""
+    """Return a level's quota as a number of CPUs, for example 1.5, or None if it has no quota."""
     if version == 2:
         fields = _text(level / "cpu.max").split()
         quota, period = (_natural(fields[0]), _natural(fields[1])) if len(fields) == 2 else (None, None)

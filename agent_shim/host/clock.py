@@ -20,14 +20,14 @@ wake at the same time.
 
 
 def until_beat(period: float) -> float:
-    """Return the seconds until the time since ``BEGUN_AT`` is a multiple of ``period``. If one task's period is a
-    multiple of another's, a single wake-up of the process then serves both tasks.
+    """Return the seconds until the time elapsed since ``BEGUN_AT`` is a multiple of ``period``. If one task's period is
+    a multiple of another's, a single wake-up of the process then serves both tasks.
     """
     return period - (time.monotonic() - BEGUN_AT) % period
 
 
 def boot_time() -> float:
-    """Return the seconds since the kernel's boot, including the time for which the machine was suspended."""
+    """Return the seconds since boot, including time spent suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -47,5 +47,5 @@ def wall_time() -> float:
 
 
 def wall_time_of(start_ticks: int) -> float:
-    """Convert ticks to seconds since 1970, according to the current setting of the wall clock."""
+    """Convert ticks to seconds since 1970, according to the current wall clock setting."""
     return time.time() - (boot_time() - start_ticks / TICKS)

@@ -1,9 +1,9 @@
 """Writes files atomically, and creates directories with a given mode and owner.
 
 All functions block on the disk. The event loop calls them through ``asyncio.to_thread``. Failures raise
-:class:`HostError` with ``errno`` and a text that names the path. Owners are given as ``user:group``. An agent that does
-not run as root ignores them, so that an ordinary user can use a scratch tree. In a container without CAP_CHOWN, files
-keep root as their owner, which is logged once.
+:class:`HostError` with ``errno`` and a message that contains the path. Owners are given as ``user:group``. An agent
+that does not run as root ignores them, so that an ordinary user can use a scratch tree. In a container without
+CAP_CHOWN, files keep root as their owner. This is logged once.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from agent_shim.host.mounts import is_mount_point
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 64 * 1024
-"""Size of copy buffers. From 128 KiB on, the allocator maps and unmaps each buffer, which is three times slower."""
+"""Copy buffer size. From 128 KiB on, the allocator maps and unmaps each buffer, which is three times slower."""
 MAX_FILE_BYTES: Final = 16 * 1024 * 1024
-"""Maximum size of one document. The largest settings seen so far have half a megabyte."""
+"""Maximum size of one document. The largest settings seen so far are half a megabyte."""
 _ATTEMPTS: Final = 10
 """Number of attempts to create a directory at a path where another user keeps creating something else."""
 _LEFTOVER: Final = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
@@ -112,7 +112,7 @@ def owner_ids(owner: str | None) -> tuple[int, int]:
     user, colon, group = owner.partition(":")
     try:
         known = pwd.getpwnam(user)
-    except (KeyError, ValueError):  # the name contains a NUL
+    except (KeyError, ValueError):  # ValueError: the name contains a NUL
         raise HostError(f"there is no user {user}") from None
     try:
         return known.pw_uid, grp.getgrnam(group).gr_gid if colon else known.pw_gid
@@ -191,7 +191,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def keep_unreadable(path: Path) -> None:
-    """Rename a document that cannot be parsed, so that operators can examine it. A failure to rename it is only
+    """Rename a document that cannot be parsed, so that operators can examine it. If renaming fails, this is only
     logged.
     """
     aside = path.with_name(f"{path.name}.unreadable")
@@ -207,8 +207,8 @@ def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None, is_syn
     """Yield a new file that replaces ``path`` when the block succeeds and is removed when it fails.
 
     The file is synced before the rename, so that a crash leaves either the old file or the new one. If ``is_synced`` is
-    False, a crash of the machine may leave an empty file, which is acceptable only if the file is rewritten after the
-    crash anyway. A link at ``path`` is replaced.
+    False, a machine crash may leave an empty file, which is acceptable only if the file is rewritten after the crash
+    anyway. A link at ``path`` is replaced.
     """
     temp = sibling(path)
     fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -280,7 +280,7 @@ def version(path: Path) -> tuple[int, int, int] | None:
 
 
 def _write_in_place(path: Path, data: bytes) -> None:
-    # Truncate only after writing, so that a concurrent reader never sees an empty file. The reader may see the new
+    # Truncate only after writing, so that a concurrent reader never sees an empty file. At worst, it sees the new
     # content followed by the end of the old content.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb") as file:
         file.write(data)
@@ -290,7 +290,7 @@ def _write_in_place(path: Path, data: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Sync a directory, so that files created or renamed in it are still there after a crash of the machine."""
+    """Sync a directory, so that files created or renamed in it are still there after the machine crashes."""
     with closing(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         os.fsync(fd)
 
@@ -329,7 +329,7 @@ def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
 
 
 def close_to_others(path: Path, owner: str | None, *, more: int = 0) -> None:
-    """Give an existing directory to ``owner``, and remove the write permission of everybody else.
+    """Give an existing directory to ``owner``, and remove everybody else's write permission.
 
     ``more`` contains additional bits to set in the directory's mode. Only links created by root are followed. Raises
     ``HostError``.
@@ -408,7 +408,7 @@ def _empty(top: int) -> None:
                 except OSError as exc:
                     if exc.errno != errno.EXDEV:
                         raise
-                    # overlayfs cannot rename a directory of an image layer, so empty it in place. This recursion is
+                    # overlayfs cannot rename a directory in an image layer, so empty it in place. This recursion is
                     # limited, because jobs cannot nest directories in an image.
                     with closing(os.open(below, _DIRECTORY, dir_fd=here)) as layer:
                         _empty(layer)
@@ -456,7 +456,7 @@ def write_all(target: int, data: bytes | memoryview) -> None:
 
 
 def sync_filesystem(path: Path) -> None:
-    """Sync the whole file system of ``path``, which takes one call instead of thousands of fsyncs."""
+    """Sync the whole file system that contains ``path``, with one call instead of thousands of fsyncs."""
     import ctypes  # imported late, because it uses half a megabyte and most processes never need it
 
     with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:

@@ -2,10 +2,10 @@
 module.
 
 At any time, a job may create anything in a directory that it can write to, for example a link to a secret, a pipe
-without a writer, a sparse file of terabytes, a file that grows while it is read. Therefore,
+without a writer, a terabyte-sized sparse file, or a file that grows while it is read. Therefore,
 
 * links below a directory given as ``root`` are never followed; elsewhere, links are followed only if the root user
-  created them in a directory where no other user can create any;
+  created them in a directory where no other user can create links;
 * only regular files are opened, and only after their type was checked, so a pipe cannot block and a device is not
   touched. They are opened with ``O_NONBLOCK``, because the kernel would otherwise wait if the owner of a file holds a
   lease on it; with this flag, the open fails instead;
@@ -125,8 +125,8 @@ def open_file(path: StrPath, root: StrPath | None = None) -> int:
 
 
 def refuse_second_name(found: os.stat_result) -> None:
-    """Raise ``OSError`` if a file belongs to root and has more than one hard link. Files of other users may have
-    several links.
+    """Raise ``OSError`` if a file belongs to root and has more than one hard link. Other users' files may
+    have several links.
     """
     if found.st_nlink > 1 and found.st_uid == 0 and stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is a file of root with a second hard link")
@@ -191,9 +191,9 @@ def read(path: Path, limit: int) -> bytes:
 
 
 def segments(descriptor: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the begin and end of each data segment between the offsets ``begin`` and ``end``, leaving out holes.
+    """Yield the start and end of each data segment between the offsets ``begin`` and ``end``, leaving out holes.
 
-    A hole of terabytes costs its writer nothing, but reading it takes hours.
+    A terabyte-sized hole costs its writer nothing, but reading it takes hours.
     """
     at = begin
     while at < end:
@@ -224,8 +224,9 @@ def open_log(path: Path, mode: int, *, owner: tuple[int, int] = (-1, -1)) -> int
     moved a file that belongs to root to this path.
     """
     with _named(path), held(path.parent) as directory:
-        # Retry if the file is removed between these two steps, as a log rotation may do. The number of attempts is
-        # limited, because an attacker could remove the file each time.
+        # Retry if the file is removed after the first step has found it and before the second step opens it, which can
+        # happen during log rotation. The number of attempts is limited, because an attacker could remove the file each
+        # time.
         for _ in range(3):
             with suppress(FileExistsError):
                 return create(path.name, directory, mode, owner)
@@ -235,8 +236,7 @@ def open_log(path: Path, mode: int, *, owner: tuple[int, int] = (-1, -1)) -> int
 
 
 def create(name: str, directory: int, mode: int, owner: tuple[int, int] = (-1, -1)) -> int:
-    """Create a file for appending in an open directory, with ``mode`` and ``owner`` (by default the user of this
-    process).
+    """Create a file for appending in an open directory, with ``mode`` and ``owner`` (by default this process's user).
 
     A job may give its directory the set-group-ID bit or a default ACL, which would let the job read new files. The file
     therefore gives no rights to its group until the group is set and the ACL is removed. Its owner can read it at any

@@ -28,7 +28,7 @@ class CpuTimes(msgspec.Struct, frozen=True):
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """Total and used bytes of memory and of swap."""
+    """Total and used bytes of memory and swap."""
 
     total: int
     used: int
@@ -37,8 +37,8 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 def cpu_times(proc: Path = PROC) -> CpuTimes:
-    """Return the times of all processors together since boot. Guest time is not added, because the kernel's user and
-    nice times already include it.
+    """Return the CPU times since boot, summed over all processors. Guest time is not added, because the kernel's
+    user and nice times already include it.
     """
     try:
         times = _psutil(proc).cpu_times()
@@ -54,7 +54,7 @@ def memory(proc: Path = PROC) -> Memory:
     """Return memory and swap. All memory that the kernel does not report as available counts as used."""
     psutil = _psutil(proc)
     try:
-        with warnings.catch_warnings():  # ignore warnings about members of psutil's answer that are not used here
+        with warnings.catch_warnings():  # ignore warnings about psutil fields that are not used here
             warnings.simplefilter("ignore", RuntimeWarning)
             ram, swap = psutil.virtual_memory(), psutil.swap_memory()
     except (LookupError, ArithmeticError) as exc:
@@ -72,8 +72,8 @@ def memory_total() -> int:
 
 
 def load(proc: Path = PROC) -> tuple[float, float, float]:
-    """Return the load averages of the machine over 1, 5 and 15 minutes. There are no load averages for a single
-    container.
+    """Return the machine's load averages over 1, 5 and 15 minutes. The kernel does not compute them for single
+    containers.
     """
     one, five, fifteen = (float(field) for field in (proc / "loadavg").read_bytes().split()[:3])
     _require_natural(one, five, fifteen)

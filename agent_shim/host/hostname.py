@@ -13,7 +13,7 @@ from agent_shim.host import files, mounts
 
 HOST_NAME: Final = Path("/etc/hostname")
 INITIAL_UTS_NAMESPACE: Final = 0xEFFFFFFE
-"""Inode of the initial UTS namespace of the kernel (include/linux/proc_ns.h)."""
+"""Inode of the kernel's initial UTS namespace (include/linux/proc_ns.h)."""
 
 _VALID: Final = r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,62}[A-Za-z0-9])?"
 """Matches names of up to 64 bytes that sethostname(2) accepts and that resolvers can look up."""
@@ -22,8 +22,8 @@ _VALID: Final = r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,62}[A-Za-z0-9])?"
 def owner(table: Sequence[mounts.Mount] | None = None) -> str:
     """Return the reason why the agent must not set the host name, or "" if it may.
 
-    It must not if the runtime mounts ``/etc/hostname`` and has therefore set the host name itself, or if this process
-    is in the machine's UTS namespace, where it would rename the machine.
+    The agent must not set it if ``/etc/hostname`` is a mount, which means that the container runtime has set the host
+    name itself, or if this process is in the machine's UTS namespace, where it would rename the machine.
     """
     if Path("/proc/self/ns/uts").stat().st_ino == INITIAL_UTS_NAMESPACE:
         return "the host name is that of the machine"

@@ -1,10 +1,10 @@
-"""Cgroups that limit the memory and the number of processes of a job, and that count OOM kills.
+"""Creates cgroups that limit a job's memory and number of processes, and that count OOM kills.
 
-They are created below our own cgroup or next to it. This module creates the directories. A process joins its cgroups in
-``host.sandbox_exec``, before it executes the job's program.
+The cgroups are below our own cgroup or next to it. This module creates their directories. A process joins its cgroups
+in ``host.sandbox_exec``, before it executes the job's program.
 
 Both cgroup versions are supported, but a controller is used only if creating a directory is enough. In version 2, our
-cgroup can delegate a controller only while it contains no process, and moving all processes of a container out of it
+cgroup can delegate a controller only while it contains no process, and moving all of a container's processes out of it
 would break ``docker exec``. If our parent put us into a subgroup of a delegated cgroup (systemd with
 ``DelegateSubgroup=``), the job cgroups are created next to the subgroup.
 """
@@ -92,7 +92,7 @@ def parent_of_job_cgroups(hierarchy: cgroups.Hierarchy) -> Path:
 
 
 class JobCgroup:
-    """The cgroups of one process of a job, with a ``name`` that is unique on the machine. All methods block."""
+    """The cgroups of one job process, with a ``name`` that is unique on the machine. All methods block."""
 
     def __init__(self, name: str) -> None:
         below = f"{_DIRECTORY}/{_escaped(name)}"
@@ -161,8 +161,8 @@ def _below(directory: Path) -> list[Path]:
 
 @functools.cache
 def hierarchies() -> tuple[tuple[str, cgroups.Hierarchy], ...]:
-    """Return those of the controllers ``memory`` and ``pids`` that are available, each with its hierarchy. The result
-    is cached, because the agent's cgroup does not change while it runs.
+    """Return the hierarchies of the ``memory`` and ``pids`` controllers by name, leaving out unavailable controllers.
+    The result is cached, because the agent's cgroup does not change while it runs.
     """
     ours = cgroups.find()
     found = (("memory", ours.memory), ("pids", ours.pids))
@@ -197,7 +197,7 @@ def _type(directory: Path) -> str | None:
 
 def _forbid_swap(directory: Path, version: int, limit: int) -> None:
     """Forbid swap for a cgroup with a memory limit. Errors are ignored, because the file is missing if the kernel does
-    not account swap.
+    not account for swap.
     """
     name, value = ("memory.swap.max", 0) if version == 2 else ("memory.memsw.limit_in_bytes", limit)
     with contextlib.suppress(OSError):
@@ -205,8 +205,8 @@ def _forbid_swap(directory: Path, version: int, limit: int) -> None:
 
 
 def _kill_as_group(directory: Path) -> None:
-    """Let the OOM killer kill all processes of a cgroup together, because a job that is restarted is better than one
-    that has lost a helper process. Errors are ignored, because kernels before 4.19 lack the file.
+    """Make the OOM killer kill all processes in a cgroup together, because it is better to restart a job than to let it
+    run without one of its processes. Errors are ignored, because kernels before 4.19 lack the file.
     """
     with contextlib.suppress(OSError):
         (directory / "memory.oom.group").write_text("1")

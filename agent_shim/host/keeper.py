@@ -2,7 +2,7 @@
 processes that the program starts.
 
 ``keeper.c`` describes the program and its protocol. A keeper is a child subreaper, so the kernel knows which processes
-belong to its program: all descendants of the keeper. A keeper survives the agent. The next agent finds the keeper's
+belong to its program: all of the keeper's descendants. A keeper survives the agent. The next agent finds the keeper's
 socket in a directory that only root (or the agent's user) can enter, and learns whether and how the program has exited.
 
 All functions must be called on the event loop's thread, except those whose docstrings say that they block.
@@ -63,8 +63,8 @@ _NOT_EXECUTABLE: Final = 8
 
 
 class User(msgspec.Struct, frozen=True):
-    """The user and group of a program, where None stands for the agent's own. If ``uid`` is set, the program has no
-    supplementary groups.
+    """A program's user and group, where None means the agent's own. If ``uid`` is set, the program has no supplementary
+    groups.
     """
 
     uid: int | None = None
@@ -125,15 +125,15 @@ class KeeperState(msgspec.Struct, frozen=True):
     """Number of children that the keeper has reaped, including inherited ones."""
     is_killing: bool = False
     is_childless: bool = False
-    """True once all descendants of the keeper have exited. It never becomes False again."""
+    """True once all of the keeper's descendants have exited. It never becomes False again."""
 
 
 def user(name: str | None, group: str | None) -> User:
-    """Look up the user and group of a program, given as names or numbers. If the agent is not root, the program keeps
-    the agent's user.
+    """Look up a program's user and group, given as names or numbers. If the agent is not root, the program keeps the
+    agent's user.
 
-    As in monit (spawn.c), the primary group and the supplementary groups of the user are not used. Without ``group``,
-    the program keeps the agent's group. Raises ``HostError`` "there is no user X".
+    As in monit (spawn.c), the user's primary and supplementary groups are not used. Without ``group``, the program
+    keeps the agent's group. Raises ``HostError`` "there is no user X".
     """
     if (name is None and group is None) or os.geteuid() != 0:
         return User()
@@ -158,9 +158,9 @@ class Keeper:
         self.name: Final = name
         """Name of the keeper's socket."""
         self.label: Final = label_of(name)
-        """Label of the owner of the program, for example a service or the scripts of a job."""
+        """Label of the program's owner, for example a service or a job's scripts."""
         self.state = KeeperState(0, 0)
-        """The latest report of the keeper."""
+        """The keeper's latest report."""
         self.since = clock.boot_ticks()
         """Start tick of the keeper or, while that is unknown, a later tick."""
         self.parent = 0
@@ -211,12 +211,14 @@ class Keeper:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(process.POLL_S):
                         await self._changed.wait()
-            # If the keeper has reaped the process, the answer says how it exited. A later state may not say it, because
-            # the slot is also used for other processes.
+            # If the keeper has reaped the process, the answer says how it exited. A later state may no longer say so,
+            # because the slot is also used for other processes.
             try:
                 ended = _exit_in(await self.request(_watch(_ASKED_SLOT, identity)), identity)
             except HostError:
-                ended = self.exit_of(identity)  # a keeper without children is released as soon as it has reported this
+                # The request fails if the keeper has been released, which happens as soon as it reports that it has no
+                # children. That report already contains the exit.
+                ended = self.exit_of(identity)
         return None if ended is None else ended.status
 
     def adopt(self, pid: int, start_ticks: int | None = None) -> Process | None:
@@ -272,7 +274,7 @@ class Keeper:
         return self.state.is_childless
 
     def processes(self) -> list[proc.Stat]:
-        """Return the living descendants of the keeper. This method blocks."""
+        """Return the keeper's living descendants. This method blocks."""
         return [each for each in proc.below(self.pid).values() if each.is_alive] if self.pid else []
 
     # --- actions ------------------------------------------------------------------------------------------------------
@@ -284,7 +286,7 @@ class Keeper:
             found = self.processes()
             return [each for each in found if process.send(each.identity, number)]
 
-        return await asyncio.to_thread(send)  # use a thread of the pool, because jobs may have used up all threads
+        return await asyncio.to_thread(send)  # use a pool thread, because jobs may have exhausted the thread limit
 
     async def kill(self) -> None:
         """Tell the keeper to kill all its descendants, without waiting until they have exited (see
@@ -293,8 +295,8 @@ class Keeper:
         try:
             await self.request("kill")
         except HostError:
-            # The last descendant may have exited before the request arrived. The supervisor then releases the keeper,
-            # which no longer answers.
+            # The last descendant may have exited before the request arrived. In that case, the supervisor has
+            # released the keeper, so the keeper no longer answers.
             if not self.state.is_childless:
                 raise
 
@@ -347,7 +349,7 @@ class Keeper:
         except OSError as exc:
             raise files.failed(f"ask the keeper of {self.label}", exc) from exc
         answer: asyncio.Future[KeeperState] = self._loop.create_future()
-        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting for it
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody is waiting for it
         self._answers.append(answer)
         return answer
 
@@ -438,11 +440,11 @@ class Keeper:
 async def start(
     directory: Path, label: str, program: Program, made: Callable[[Keeper], None] = lambda _: None
 ) -> Keeper:
-    """Run a program below a new keeper. Return once the program is executed. ``directory`` contains the sockets of all
-    keepers.
+    """Start a program as the child of a new keeper, and return once its ``execve`` has succeeded. ``directory``
+    contains the sockets of all keepers.
 
-    ``made`` is called with the keeper before it runs the program. Raises ``HostError`` "cannot run PROGRAM: why" if the
-    program is not executed. In that case the keeper is released, unless it was killed or the execution hangs in the
+    ``made`` is called with the keeper before the program starts. Raises ``HostError`` "cannot run PROGRAM: why" if the
+    ``execve`` fails. In that case the keeper is released, unless the keeper was killed or the ``execve`` hangs in the
     kernel.
     """
     what = f"run {program.argv[0]}"
@@ -463,7 +465,7 @@ async def start(
                 inherited=inherited,
             )
         except BaseException:
-            # The spawn may have failed after the fork, because a descriptor was missing.
+            # The spawn may have failed after the fork, because no descriptor was free.
             with contextlib.suppress(OSError):
                 connection.send(b"kill")
                 connection.send(b"release")
@@ -487,7 +489,7 @@ async def start(
         with contextlib.suppress(TimeoutError):  # the keeper keeps running if another client has connected to it
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 code = await child.wait()
-        # If the keeper cannot start, it exits with the error number before running the program.
+        # If the keeper cannot start, it exits before running the program, with the error number as its status.
         if code is not None and code < 128:
             keeper.release()
             keeper.is_lost = False
@@ -505,8 +507,8 @@ async def start(
 async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
     """Connect to the keepers of an earlier agent and return them. The ``pid`` of a keeper that does not answer is 0.
 
-    Also return a dictionary with the start ticks, by socket name, of keepers that cannot be reached or have exited
-    without being released.
+    Also return a dictionary of the keepers that cannot be reached or have exited without being released. It maps their
+    socket names to their start ticks.
     """
     found = []
     ended: dict[str, int] = {}
@@ -592,14 +594,14 @@ def label_of(name: str) -> str:
 
 
 def _start_of(name: str) -> int:
-    """Return the clock tick in a socket's name. All processes of the keeper started at that tick or later."""
+    """Return the clock tick in a socket's name. All of the keeper's processes started at that tick or later."""
     named = _NAME.fullmatch(name)
     assert named is not None
     return int(named["ticks"], 16)
 
 
 def _exit_in(state: KeeperState, identity: tuple[int, int]) -> Exit | None:
-    """Return how the program or a watched process exited, or None if this state does not say it."""
+    """Return how the program or a watched process exited, or None if this state does not say."""
     pid, start_ticks = identity
     seen = (each for each in state.exits.values() if each.pid == pid and each.at >= start_ticks / clock.TICKS)
     return next(seen, None)
@@ -706,7 +708,7 @@ def _cannot_run(program: Program, failure: StartFailure) -> HostError:
     """Describe which step failed and why."""
     name, why = program.argv[0], os.strerror(failure.errno)
     if failure.step == "exec":
-        if failure.errno == errno.ENOENT and os.path.exists(_path(program)):  # noqa: PTH110 - text
+        if failure.errno == errno.ENOENT and os.path.exists(_path(program)):  # noqa: PTH110 - the path is a str
             why = "the interpreter that it names is missing"
         error = HostError(f"cannot run {name}: {why}")
     elif failure.step == "cwd":

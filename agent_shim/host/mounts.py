@@ -1,6 +1,6 @@
-"""Reads the mount table of this process, and makes the system calls that change it.
+"""Reads this process's mount table, and makes the system calls that change it.
 
-Calls raise :class:`HostError` with ``errno`` and a text that names both source and target. Only a trial
+Calls raise :class:`HostError` with ``errno`` and a message that names both source and target. Only a trial
 (:func:`try_bind`) shows whether a container allows mounts, because neither the uid nor the capabilities reveal the
 effect of seccomp and AppArmor.
 """
@@ -39,8 +39,8 @@ _ESCAPED = re.compile(rb"[ \t\n\\#]")
 
 
 _LOCAL: Final = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs"})
-"""Types of file systems that only one kernel can use at a time, because it caches their content and would not see
-changes by another kernel.
+"""File system types that only one kernel can use at a time, because it caches their content and would not see changes
+by another kernel.
 """
 
 
@@ -81,7 +81,7 @@ def parse(table: bytes) -> list[Mount]:
 
 
 def _text(field: bytes) -> str:
-    """Decode the kernel's octal escapes (blank, tab, newline, backslash, ``#``). Invalid UTF-8 is preserved as
+    """Decode the kernel's octal escapes (space, tab, newline, backslash, ``#``). Invalid UTF-8 is preserved as
     surrogates.
     """
     if b"\\" in field:

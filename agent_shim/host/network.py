@@ -96,7 +96,8 @@ def listeners(port: int) -> set[int]:
     """Return the users (uids) whose servers accept TCP connections from other machines on ``port``. This function
     blocks.
 
-    The kernel lists listening sockets first. The connections that follow are not read, because jobs may have a million.
+    The kernel lists listening sockets first. The connections after them are not read, because jobs may have a million
+    of them.
     """
     found: set[int] = set()
     for name in ("tcp", "tcp6"):
@@ -106,7 +107,9 @@ def listeners(port: int) -> set[int]:
 
 
 def parse_listeners(lines: Iterable[str]) -> dict[int, set[int]]:
-    """Map the listening ports of ``/proc/net/tcp`` or ``tcp6``, except those bound to loopback, to their users."""
+    """Return the users of each listening port in ``/proc/net/tcp`` or ``tcp6``, except ports that are bound to
+    loopback.
+    """
     found: dict[int, set[int]] = {}
     for line in itertools.islice(lines, 1, None):
         columns = line.split()
@@ -140,7 +143,7 @@ def is_address(text: str) -> bool:
 def has_address(text: str) -> bool:
     """Return True if an interface has the address, or if the text is not an address.
 
-    This is tested by binding to the address, which the kernel allows only for addresses of this machine (unless
+    This is tested by binding to the address, which the kernel allows only for this machine's addresses (unless
     ip_nonlocal_bind is set).
     """
     if not is_address(text):  # do not let bind resolve a name
@@ -166,8 +169,8 @@ async def forget_neighbours(addresses: list[str]) -> None:
     """Remove addresses from the neighbour table with ``ip neigh flush``. If the program or the privilege is missing,
     this has no effect.
 
-    Only one process is started, with the timeout ``NEIGHBOUR_TIMEOUT_S``, because a request may contain tens of
-    thousands of addresses.
+    Only one process is started, because a request may contain tens of thousands of addresses. Its timeout is
+    ``NEIGHBOUR_TIMEOUT_S``.
     """
     lines = "".join(f"neigh flush to {address}\n" for address in dict.fromkeys(addresses))
     with suppress(HostError):

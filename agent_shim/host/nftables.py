@@ -1,6 +1,6 @@
-"""Sets packet filter rules in a separate table, which the program ``nft`` replaces atomically.
+"""Sets packet filter rules in a separate table, using the ``nft`` program, which replaces the table atomically.
 
-Tables of other programs are not changed. Our table outlives the agent and exists until the network namespace is
+Other programs' tables are not changed. Our table outlives the agent and exists until the network namespace is
 destroyed.
 """
 
@@ -36,7 +36,7 @@ async def remove() -> None:
 
 
 async def look() -> None:
-    """Raise ``HostError`` if this process is not allowed to use nftables, which is tested by listing the tables."""
+    """List the tables to test whether this process may use nftables. Raise ``HostError`` if it may not."""
     await _run("list tables\n")
 
 

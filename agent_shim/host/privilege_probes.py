@@ -1,8 +1,8 @@
-"""Finds out the privileges of a container by trial. Each attempt is made in a child process that exits afterwards and
+"""Determines a container's privileges by trial. Each attempt is made in a child process that exits afterwards and
 leaves nothing behind.
 
-Trials are necessary, because neither the uid nor the capabilities show the effect of seccomp, AppArmor, a user
-namespace or a runtime like gVisor.
+Trials are necessary because neither the uid nor the capabilities show the effect of seccomp, AppArmor, a user namespace
+or a runtime like gVisor.
 """
 
 from __future__ import annotations

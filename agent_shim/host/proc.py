@@ -1,14 +1,14 @@
 """Reads information about other processes from ``/proc``. No other module does this, and this module changes nothing.
 
 There are two kinds of files. ``stat``, ``status`` and ``cgroup`` are short, are written only by the kernel, and take 10
-µs to read. ``cmdline``, ``maps``, ``smaps_rollup`` and the links of descriptors are controlled by the process, which
-decides their length (PR_SET_MM_MAP allows arguments of terabytes without any privilege) and can block their readers
+µs to read. ``cmdline``, ``maps``, ``smaps_rollup`` and the descriptor links are controlled by the process, which
+decides their length (PR_SET_MM_MAP allows terabytes of arguments without any privilege) and can block their readers
 (with its memory lock, a userfaultfd, or its own FUSE file system). Reading them is limited in bytes and time. They are
 read by a thread, and if a process blocks this thread, that process is not read again until the blocked read has
 finished.
 
-A process that is gone, and a file that we may not read, give an empty result. All other errors, such as a lack of
-descriptors, raise ``OSError``, because otherwise a running process would be taken for one that has exited.
+If a process has exited, or we may not read one of its files, the result is empty. All other errors, such as a lack of
+descriptors, raise ``OSError``, because otherwise a running process would be mistaken for one that has exited.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Stat(msgspec.Struct, frozen=True, gc=False):
 
 
 def parse(line: bytes) -> Stat:
-    """Parse a stat line. The name may contain blanks and parentheses, so the fields are counted from the last
+    """Parse a stat line. The name may contain spaces and parentheses, so the fields are counted from the last
     parenthesis.
     """
     number, _, rest = line.partition(b" (")
@@ -125,7 +125,9 @@ def is_there(identity: tuple[int, int]) -> bool:
 
 
 def table() -> dict[int, Stat]:
-    """Read the stat lines of all processes in this pid namespace, including zombies, and return them by pid."""
+    """Read the stat lines of all processes in this pid namespace, including zombies, and return them as a dictionary
+    with the pids as keys.
+    """
     return _stats(map(int, _numbers("/proc")))
 
 
@@ -168,8 +170,8 @@ def descent(below: Mapping[int, list[int]], roots: Iterable[int]) -> set[int]:
 
 
 def below(root: int) -> dict[int, Stat]:
-    """Read all descendants of a process by pid, zombies included, without looking at other processes. This function
-    blocks.
+    """Return the stat lines of all descendants of a process, including zombies, by pid. Other processes are not read.
+    This function blocks.
 
     Processes may fork during the search, so some descendants may be missing from the result. If ``root`` is a child
     subreaper, they cannot escape from it, and the next call finds them.
@@ -216,11 +218,11 @@ def nearest(identity: tuple[int, int], roots: Collection[int]) -> int | None:
 @functools.cache
 def _has_children_files() -> bool:
     """Return True if the kernel lists children (CONFIG_PROC_CHILDREN)."""
-    return os.path.exists("/proc/thread-self/children")  # noqa: PTH110 - text
+    return os.path.exists("/proc/thread-self/children")  # noqa: PTH110 - the path is a str
 
 
 def _children_of(pid: int) -> list[int]:
-    """Return the pids of the children of all threads of a process."""
+    """Return the pids of the children of all of a process's threads."""
     try:
         threads = _numbers(f"/proc/{pid}/task")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -231,8 +233,8 @@ def _children_of(pid: int) -> list[int]:
 
 
 def command_line(pid: int) -> str:
-    """Return the arguments joined with blanks, as monit matches them, or "" for a zombie or kernel thread. This
-    blocks.
+    """Return the arguments joined with spaces, as monit matches them, or "" for a zombie or kernel thread. This
+    function blocks.
     """
     return command_lines([pid]).get(pid, "")
 
@@ -244,11 +246,11 @@ def command_lines(pids: Collection[int]) -> dict[int, str]:
 
 
 def open_files(pid: int) -> int:
-    """Return the number of open files of a process, or 0 if this process is not allowed to read it."""
+    """Return how many files a process has open, or 0 if we are not allowed to read that."""
     path = f"/proc/{pid}/fd"
     try:
         # Since Linux 6.2, the size of the directory is the number of open files.
-        return os.stat(path).st_size or sum(1 for _ in itertools.islice(os.scandir(path), MAX_OPEN_FILES))  # noqa: PTH116 - a number, for hundreds
+        return os.stat(path).st_size or sum(1 for _ in itertools.islice(os.scandir(path), MAX_OPEN_FILES))  # noqa: PTH116
     except OSError:
         return 0
 
@@ -289,7 +291,7 @@ def uses(pids: Collection[int], is_wanted: Callable[[str], bool], devices: Colle
 
     def found(kind: str, link: str) -> Use | None:
         try:
-            path = os.readlink(link)  # noqa: PTH115 - half the time, for hundreds of thousands
+            path = os.readlink(link)  # noqa: PTH115 - twice as fast
             return Use(kind, path) if is_wanted(path) and os.stat(link).st_dev in devices else None  # noqa: PTH116
         except OSError:
             return None
@@ -306,14 +308,14 @@ def parse_maps(maps: bytes) -> Iterator[str]:
 
 def name(pid: int) -> str:
     """Return the name of a process (``comm``), or "" if there is no such process. The process itself can choose the
-    name, of up to 15 bytes.
+    name, which has up to 15 bytes.
     """
     return read(pid, "comm", 64).decode(errors="replace").rstrip("\n")
 
 
 def executable(pid: int) -> str:
-    """Return the path of the program that a process executes, or "" if there is no such process or the permission is
-    missing.
+    """Return the path of the program that a process executes, or "" if there is no such process or we lack the
+    permission.
     """
     try:
         return str(Path(f"/proc/{pid}/exe").readlink())
@@ -322,18 +324,18 @@ def executable(pid: int) -> str:
 
 
 def user(pid: int) -> int | None:
-    """Return the real uid of a process, or None if there is no such process.
+    """Return a process's real uid, or None if there is no such process.
 
-    The process's name precedes the uid in ``status``, and the kernel escapes only newlines in it. A carriage return
-    must therefore not be treated as the start of a line.
+    The process's name precedes the uid in ``status``, and the kernel escapes only newlines in the name. A carriage
+    return must therefore not be treated as the start of a line.
     """
     _, is_there, rest = read(pid, "status").partition(b"\nUid:")
     return int(rest.split(None, 1)[0]) if is_there else None
 
 
 def has_our_root(pid: int) -> bool:
-    """Return True if a process has the same root directory as this process. Return False if it has another one or the
-    kernel does not show it.
+    """Return True if a process has the same root directory as this process. Return False if the root is different
+    or the kernel hides it.
     """
     try:
         return Path(f"/proc/{pid}/root").samefile("/")
@@ -342,8 +344,8 @@ def has_our_root(pid: int) -> bool:
 
 
 def groups(pid: int) -> dict[str, str]:
-    """Return the cgroup paths of a process by controller, as ``/proc/PID/cgroup`` shows them to us. For version 2, the
-    key is "".
+    """Return a process's cgroup paths by controller, as ``/proc/PID/cgroup`` shows them to us. For version 2, the key
+    is "".
     """
     return parse_groups(read(pid, "cgroup").decode(errors="surrogateescape"))
 
@@ -358,7 +360,7 @@ def parse_groups(text: str) -> dict[str, str]:
 
 
 def incarnation() -> str:
-    """Return an identifier of the current pid namespace (container). It changes when the machine is rebooted and
+    """Return an identifier for the current pid namespace (container). It changes when the machine is rebooted and
     differs between namespaces, so pids that were recorded at different times can be compared if the identifiers are
     equal.
 
@@ -375,18 +377,18 @@ def incarnation() -> str:
 
 @functools.cache
 def boot_id() -> str:
-    """Return the id of this boot of the kernel. Raises ``OSError`` if it is hidden."""
+    """Return the kernel's boot id. Raises ``OSError`` if it is hidden."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def read(pid: int, name: str, limit: int = MAX_KERNEL_BYTES) -> bytes:
-    """Read the first ``limit`` bytes of ``/proc/PID/NAME``. Return b"" if the process is gone or the permission is
-    missing.
+    """Read the first ``limit`` bytes of ``/proc/PID/NAME``. Return b"" if the process is gone or we lack the
+    permission.
     """
     content = b""
     try:
         with closing(os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
-            # A short read does not mean the end, because the kernel fills at most a page at a time.
+            # A short read does not mean that the end was reached, because the kernel returns at most a page at a time.
             while len(content) < limit and (chunk := os.read(descriptor, limit - len(content))):
                 content += chunk
     except OSError as exc:
@@ -409,7 +411,7 @@ def of_each(pids: Iterable[int], work: Callable[[int], T]) -> dict[int, T]:
     for pid in [pid for pid, reader in list(_blocked.items()) if not reader.is_alive()]:
         _blocked.pop(pid, None)
     answers: dict[int, Future[T]] = {pid: Future() for pid in pids if pid not in _blocked}
-    ahead = iter(list(answers))  # shared by all readers, so that the next one continues after a process that blocks
+    ahead = iter(list(answers))  # shared, so that the next reader skips a process that blocks
     found: dict[int, T] = {}
 
     def read_on() -> None:
@@ -434,5 +436,5 @@ def of_each(pids: Iterable[int], work: Callable[[int], T]) -> dict[int, T]:
         except TimeoutError:
             logger.warning("process %d blocks its readers: its arguments and open files are not read", pid)
             _blocked[pid], reader = reader, None
-    deque(ahead, maxlen=0)  # a reader that blocks until now has nothing left to do
+    deque(ahead, maxlen=0)  # a reader that is still blocked then finds nothing left to read
     return found

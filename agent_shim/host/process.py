@@ -1,9 +1,9 @@
 """Starts, watches and signals processes. Each process is identified by a pidfd and its start time, because the kernel
 reuses pids.
 
-Every child is reaped by ``reap``, which is called when the child's pidfd becomes readable or by ``host.reaper``.
-``reap`` passes the exit status to every ``Process`` with that pid. No other module may fork, because a child that this
-module does not know is treated as an adopted orphan, and its status is discarded.
+Every child is reaped by ``reap``. It is called when the child's pidfd becomes readable, and by ``host.reaper``. It
+passes the exit status to every ``Process`` with that pid. No other module may fork, because a child that this module
+does not know is treated as an adopted orphan, and its status is discarded.
 
 All functions must be called on the event loop's thread. Starting a process blocks the loop until the exec, for about
 half a millisecond. The child does not change its user before the exec, because other processes of that user could stop
@@ -39,7 +39,7 @@ SETPRIV: Final = "/usr/bin/setpriv"
 has its own PATH.
 """
 POLL_S: Final = 0.02
-"""Poll interval for exits that no descriptor reports, namely those of a whole process group and of a process without a
+"""Poll interval for exits that no descriptor reports: those of whole process groups, and those of processes without a
 pidfd.
 """
 KILL_TIMEOUT_S: Final = 10.0
@@ -51,18 +51,18 @@ abandoned.
 _PIDFD_GET_INFO: Final = 0xC040FF0B
 _PIDFD_INFO_EXIT: Final = 8
 _STATUS_DELAYS_S: Final = (0.001, 0.004, 0.016, 0.064)
-"""Delays between attempts to read the status of an adopted process, which the kernel reports only once the parent has
-reaped it.
+"""Delays between attempts to read an adopted process's status. The kernel reports the status only once the parent has
+reaped the process.
 """
 
 _watched: dict[int, list[Process]] = {}
-"""Every ``Process`` whose exit has not been noticed yet, by pid. It is global, because all children of this process are
-reaped in one place.
+"""Every ``Process`` whose exit has not been noticed yet, by pid. It is global, because all of this process's children
+are reaped in one place.
 """
 _spawned: dict[int, int] = {}
 """Maps the pid of each child that ``spawn`` started and that has not been reaped yet to its start ticks."""
 _files_of_children: Final[list[tuple[int, int]]] = []
-"""The open-file limits for children, or an empty list unless ``raise_file_limit`` has raised the limits of this
+"""The open-file limits for children. The list is empty until ``raise_file_limit`` has raised the limits of this
 process.
 """
 
@@ -77,7 +77,7 @@ class Parent(Protocol):
         """List the living descendants. This method blocks."""
 
     def adopt(self, pid: int) -> Process | None:
-        """Watch another descendant. Return None in the same cases as the function ``adopt``."""
+        """Watch another descendant. Return None in the same cases as the ``adopt`` function."""
 
 
 class Process:
@@ -172,7 +172,7 @@ class Process:
         """Send SIGTERM to the group, then SIGKILL after ``grace`` seconds or on cancellation. Return the status of the
         process once the group is gone.
 
-        If the process is our child, the rest of its group is killed as soon as it exits. If it is below a keeper, the
+        If the process is our child, the rest of its group is killed as soon as it exits. If it is under a keeper, the
         rest of its group gets the whole grace period.
         """
         self.is_ending = True
@@ -208,14 +208,14 @@ class Process:
             await asyncio.sleep(POLL_S)
 
     async def _signal_group(self, sig: int) -> None:
-        """Like ``send_group``, but below a keeper the signal also reaches a group that has outlived its leader."""
+        """Like ``send_group``, but under a keeper the signal also reaches a group that has outlived its leader."""
         self.send_group(sig)
         for member in [] if self.is_alive else await self._left_of_group():
             send(member.identity, sig)
 
     async def _left_of_group(self) -> list[proc.Stat]:
-        """Return the living members of the process group if it is below a keeper, otherwise an empty list. The list is
-        complete, because no process can escape from the keeper.
+        """Return the living members of the process group if it is under a keeper, otherwise an empty list. Under a
+        keeper, the list is complete, because no process can escape from the keeper.
         """
         if self._parent is None or not self._leads:
             return []
@@ -229,7 +229,7 @@ class Process:
             self._collect()
 
     def _exited(self) -> None:
-        """Handle the exit of the process, when its pidfd becomes readable."""
+        """Handle the process's exit when its pidfd becomes readable."""
         assert self._pidfd is not None
         self._loop.remove_reader(self._pidfd)
         self._collect()
@@ -249,7 +249,7 @@ class Process:
             self._finish(status)
 
     async def _ask(self, parent: Parent) -> None:
-        """Ask the keeper of the process for its status."""
+        """Ask the process's keeper for its status."""
         status = None
         with contextlib.suppress(OSError):  # without a free descriptor, the status is unknown
             status = await parent.status_of(self.identity)
@@ -288,8 +288,8 @@ def spawn(
 ) -> Process:
     """Run a program without a shell, in a new session.
 
-    In the agent's session, the program could use the agent's terminal. It could also join the process group of another
-    program and so receive that group's signals.
+    In the agent's session, the program could use the agent's terminal. It could also join another program's process
+    group and receive that group's signals.
 
     A stream of None means ``/dev/null``, and a path is opened for appending. ``executable`` is the file to execute if
     it is not ``argv[0]``. ``inherited`` lists additional descriptors, which keep their numbers. Raises ``HostError``
@@ -363,13 +363,13 @@ def ended(identity: tuple[int, int], status: int | None, parent: Parent | None =
     over = Process(
         proc.Stat(pid, "X", 0, pid, pid, 0, start_ticks, 0), None, leads=parent is not None, parent=parent, is_over=True
     )
-    over._finish(status)  # noqa: SLF001 - one module
+    over._finish(status)  # noqa: SLF001 - same module
     return over
 
 
 def default_signals() -> None:
-    """Undo the ignoring and blocking of signals that this process has inherited from its parent (nohup, ``&``), because
-    children that inherited it in turn could not be stopped.
+    """If this process's parent ignored or blocked signals (nohup, ``&``), prevent children from doing the same. Such
+    children could not be stopped.
 
     This process continues to ignore these signals, but by means of a handler, which exec resets to the default action.
     """
@@ -439,7 +439,7 @@ def disable_core_dumps(*, for_good: bool = False) -> None:
 def raise_file_limit() -> None:
     """Raise the soft limit on open files. Children get the original limit, as they do from Go programs and from monit.
 
-    If another program later changes the agent's limits, as the job ``limits`` of os-conf does, children inherit the new
+    If another program later changes the agent's limits, as os-conf's ``limits`` job does, children inherit the new
     limits, because they are meant for the jobs.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -502,7 +502,7 @@ async def send_all(processes: Collection[tuple[int, int]], sig: int, timeout: fl
 
     give_up_at = time.monotonic() + timeout
     await asyncio.to_thread(lambda: [send(each, sig) for each in processes])
-    while (processes := await asyncio.to_thread(living)) and time.monotonic() <= give_up_at:  # noqa: ASYNC110 - not children
+    while (processes := await asyncio.to_thread(living)) and time.monotonic() <= give_up_at:  # noqa: ASYNC110 - they are not our children
         await asyncio.sleep(POLL_S / 4)
     return processes
 
@@ -525,7 +525,7 @@ def reap(pid: int) -> bool:
     _spawned.pop(pid, None)
     status = info.si_status if info.si_code == os.CLD_EXITED else 128 + info.si_status
     for each in watching:
-        each._finish(status)  # noqa: SLF001 - one class, two halves
+        each._finish(status)  # noqa: SLF001 - same module
     return True
 
 
@@ -592,6 +592,6 @@ def _cannot_run(program: str, exc: OSError) -> HostError:
     """Describe why ``Popen`` could not execute the program or enter the directory."""
     if exc.filename not in (None, program):
         return files.failed(f"run {program} with {exc.filename}", exc)
-    if exc.errno == errno.ENOENT and os.path.exists(program):  # noqa: PTH110 - text
+    if exc.errno == errno.ENOENT and os.path.exists(program):  # noqa: PTH110 - the path is a str
         return files.failed(f"run {program}", OSError(exc.errno, "the interpreter that it names is missing"))
     return files.failed(f"run {program}", exc)

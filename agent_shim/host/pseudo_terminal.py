@@ -1,8 +1,8 @@
 """Runs a program in a new pseudo-terminal, and copies bytes between it and the caller's terminal.
 
-A job's program with access to an operator's terminal could push input into it (TIOCSTI), which the operator's shell
-would run as root, and could change its settings permanently. The program therefore never gets a descriptor of that
-terminal: each standard stream that is a terminal is replaced by the pseudo-terminal, and the other streams are
+A job's program with access to an operator's terminal could push commands into it (TIOCSTI) that the operator's shell
+would run as root, and could change the terminal's settings permanently. The program therefore never gets a descriptor
+of that terminal: each standard stream that is a terminal is replaced by the pseudo-terminal, and the other streams are
 inherited. Keys, window size and hang-up are passed on to the program, its output is passed back, and the caller's
 terminal is restored at the end. All functions block, so only commands may call them.
 """
@@ -66,7 +66,7 @@ def run(argv: Argv, pid: int) -> int:
             stdin, stdout, stderr = (slave if number in terminals else None for number in (0, 1, 2))
             program = subprocess.Popen(command, pass_fds=[inherited], stdin=stdin, stdout=stdout, stderr=stderr)
         _relay(master, program, hang_ups, keys=0 in terminals, out=1 if 1 in terminals else terminals[-1])
-    os.close(master)  # hangs up
+    os.close(master)  # this hangs up the pseudo-terminal
     try:
         return _code(program.wait(_time_left([*hang_ups, time.monotonic()])))
     except subprocess.TimeoutExpired:
@@ -102,7 +102,7 @@ def open_pair(root: str) -> tuple[int, int]:
 
 
 def _code(code: int) -> int:
-    """Convert an exit code from Python's form to the shell's, in which 128+N stands for signal N."""
+    """Convert an exit code from Python's form to the shell's, in which 128+N means signal N."""
     return code if code >= 0 else 128 - code
 
 
@@ -175,8 +175,8 @@ def _raw(terminal: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals(terminal: int, master: int, hang_ups: list[float]) -> Iterator[None]:
-    """Within the block, forward changes of the window size. Instead of letting a signal terminate this process, add the
-    time of the signal to ``hang_ups``.
+    """Within the block, forward window size changes. Instead of letting a signal terminate this process, add the time
+    of the signal to ``hang_ups``.
     """
 
     def resize(*_: object) -> None:

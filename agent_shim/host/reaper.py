@@ -1,7 +1,7 @@
-"""Reaps the children of this process, and the orphans that it inherits as a child subreaper.
+"""Reaps this process's children, and the orphans that it inherits as a child subreaper.
 
-Processes of jobs stay below their keepers. The orphans that this process inherits come from killed keepers and from
-other programs.
+Job processes stay under their keepers. The orphans that this process inherits come from killed keepers and from other
+programs.
 """
 
 from __future__ import annotations

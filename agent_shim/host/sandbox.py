@@ -23,7 +23,7 @@ SYSTEM: Final = ("/bin", "/etc", "/lib", "/lib64", "/sbin", "/usr", "/run/resolv
 NAMESPACES: Final = ("mnt", "pid", "ipc", "uts")
 """Namespaces that bpm creates. Processes keep the container's network."""
 INITS: Final = ("/usr/bin/tini", "/usr/bin/tini-static", "/var/vcap/packages/bpm/bin/tini")
-"""Possible paths of bpm's init. It is preferred to the init of ``host.sandbox_exec``, which takes several MB per
+"""Possible paths of bpm's init. It is preferred to the one in ``host.sandbox_exec``, which takes several MB per
 process.
 """
 OVERFLOW_UID: Final = 65534
@@ -124,7 +124,10 @@ async def prepared(spec: sandbox_exec.ExecSpec, start: Start) -> AsyncIterator[p
 
 
 async def _child(parent: process.Process, gate: socket.socket) -> process.Process:
-    """Adopt the child that ``parent`` cloned. Its pid, or the error, is received through the gate."""
+    """Adopt and return the child that ``parent`` has created with clone(2).
+
+    ``parent`` sends the child's pid, or an error message, over ``gate``.
+    """
     loop = asyncio.get_running_loop()
     report = await loop.sock_recv(gate, 4096)
     status = await parent.wait()
@@ -137,7 +140,7 @@ async def _child(parent: process.Process, gate: socket.socket) -> process.Proces
 
 
 async def isolation() -> Isolation:
-    """Detect the isolation that this container allows by trying it. This takes about 50 ms."""
+    """Find out by trial which isolation this container allows. This takes about 50 ms."""
     offered = await asyncio.to_thread(job_cgroups.offered)
     obstacle = await _try_namespaces()
     level = 1 if not obstacle else 2 if sandbox_exec.landlock_version() else 3

@@ -1,10 +1,9 @@
-"""The last steps of a process before it executes a job's program. They set namespaces, limits, user, capabilities and
-mounts.
+"""Prepares its own process to run a job's program: sets namespaces, limits, user, capabilities and mounts.
 
 This is a separate program, started with ``sandbox.launcher``, so that the daemon runs none of this code between fork
-and exec. It then executes the job's program, which keeps the pid. If ``has_init`` is set, an init keeps the pid instead
-and runs the program as its child. The argument ``FD`` is a descriptor from which the ``ExecSpec`` is read as a line of
-JSON. If a step fails, it is reported on stderr, the job's program is not run, and the exit code is 127.
+and exec. Finally, it executes the job's program, which keeps the pid. If ``has_init`` is set, an init keeps the pid
+instead and runs the program as its child. The ``FD`` argument is a descriptor from which the ``ExecSpec`` is read as a
+line of JSON. If a step fails, it is reported on stderr, the job's program is not run, and the exit code is 127.
 
 If ``gate`` is set, descriptor 0 is a socket. The peer receives the pid (as text) if it differs from that of this
 program, or the reason for a failure, and sends one byte to let the program run. If the peer closes the socket, this
@@ -122,11 +121,11 @@ class ExecSpec(TypedDict):
     ``capabilities`` contains the numbers of the capabilities that it gets, unless ``keeps_privileges`` is set.
 
     ``limits`` maps the name of a resource limit (``RLIMIT_NOFILE``) to the value for both its soft and its hard limit.
-    ``cgroups`` lists the directories of the cgroups to join. If ``binds`` is None, every path is accessible. If it is
-    given and ``namespaces`` (``mnt``, ``pid``, ``ipc``, ``uts``) are too, these namespaces are created, and only the
-    bind mounts are visible, each at its ``path``. If no namespaces are given, Landlock restricts access to the sources
-    of the bind mounts, and the program can send signals to processes outside its sandbox only if ``may_signal`` is set.
-    If ``has_init`` is set, the program runs below an init, which is the first of ``inits`` that can be executed or, if
+    ``cgroups`` lists the cgroup directories to join. If ``binds`` is None, every path is accessible. If both ``binds``
+    and ``namespaces`` (``mnt``, ``pid``, ``ipc``, ``uts``) are given, these namespaces are created, and only the bind
+    mounts are visible, each at its ``path``. If only ``binds`` is given, Landlock restricts access to the sources of
+    the bind mounts, and the program can send signals to processes outside its sandbox only if ``may_signal`` is set. If
+    ``has_init`` is set, the program runs under an init, which is the first of ``inits`` that can be executed or, if
     none can, this process. ``enter`` is the pid of a process whose namespaces are joined. ``terminal`` is a descriptor
     below 3 that becomes the controlling terminal of a new session.
     """
@@ -151,12 +150,12 @@ class ExecSpec(TypedDict):
 
 
 class StepError(Exception):
-    """A failed step. The text names the step, the path if there is one, and the reason."""
+    """A failed step. The message names the step, the path if there is one, and the reason."""
 
 
 @contextlib.contextmanager
 def _step(what: str) -> Iterator[None]:
-    """Convert an ``OSError`` in the block to a ``StepError`` with the text ``STEP: PATH: REASON``."""
+    """Convert an ``OSError`` in the block to a ``StepError`` with the message ``STEP: PATH: REASON``."""
     try:
         yield
     except OSError as exc:
@@ -219,7 +218,7 @@ def _read(descriptor: int) -> tuple[ExecSpec, bool]:
 
 
 def _close_input(descriptor: int) -> None:
-    """Close the descriptor of the spec, so that the program does not inherit it."""
+    """Close the spec's descriptor, so that the program does not inherit it."""
     null = os.open(os.devnull, os.O_RDONLY)
     if descriptor == 0:
         os.dup2(null, 0)
@@ -261,8 +260,8 @@ def _become(spec: ExecSpec, rules: Sequence[tuple[int, int]] = ()) -> None:
         if spec["binds"] is not None and not spec["namespaces"]:
             _restrict(rules, may_signal=spec["may_signal"])
         elif spec["namespaces"] and not may_mount and landlock_version():
-            # This rule allows access to all files. Its only purpose is that Landlock then forbids mounting, even in a
-            # new user namespace.
+            # This rule allows access to all files. It is used only because Landlock, once any rule is in force, forbids
+            # mounting, even in a new user namespace.
             _restrict([(trusted_path.hold("/"), _EVERYTHING)], may_signal=True)
 
 
@@ -296,8 +295,8 @@ def reset_oom_score(score: str = "/proc/self/oom_score_adj") -> None:
 
 
 def _drop_bounding(kept: Iterable[int]) -> None:
-    """Drop capabilities from the bounding set. Without CAP_SETPCAP, this is impossible, and only NO_NEW_PRIVS keeps the
-    program from gaining capabilities.
+    """Drop capabilities from the bounding set. Without CAP_SETPCAP, this is not possible, and only NO_NEW_PRIVS keeps
+    the program from gaining capabilities.
     """
     for number in range(64):
         if number not in kept and _libc().prctl(_CAPBSET_READ, number, 0, 0, 0) == 1:
@@ -368,7 +367,7 @@ def make_shared(path: str) -> None:
 
 
 def _unescaped(field: bytes) -> str:
-    """Decode a path in mountinfo, where blanks and some other characters are written as octal escapes."""
+    """Decode a path in mountinfo, where spaces and some other characters are written as octal escapes."""
     head, *rest = field.split(b"\\")
     return os.fsdecode(head + b"".join(bytes([int(part[:3], 8)]) + part[3:] for part in rest))
 
@@ -397,8 +396,8 @@ def _make_root(binds: Sequence[BindMount], *, is_masked: bool) -> None:
     nodes = [BindMount(path=each, source=each, write=True, run=False, shared=False) for each in _NODES]
     shown = sorted([*binds, *nodes], key=lambda bind: bind["path"].count("/"))  # parents before their children
     trees = {bind["path"]: tree for bind in shown if (tree := _tree(bind, is_masked=is_masked)) is not None}
-    # A parent mount may contain a link at the path of a bind mount, as in /var/vcap/jobs. The mount is then created
-    # at the link's target.
+    # A parent mount may contain a link at the path of a bind mount, as in /var/vcap/jobs. In that case, the mount is
+    # created at the link's target.
     below = [path for path in trees if any(path.startswith(f"{each}/") for each in trees)]
     ends = {path: os.path.realpath(path) for path in below if _is_our_link(path)}
     is_writable = any(bind["write"] for bind in binds if bind["path"] == "/")
@@ -440,8 +439,8 @@ def _make_root(binds: Sequence[BindMount], *, is_masked: bool) -> None:
 
 
 def _tree(bind: BindMount, *, is_masked: bool) -> int | None:
-    """Clone the mount tree at the source of a bind mount, and set its mount attributes. If ``is_masked`` is set, setuid
-    bits in it have no effect. Return None if the source does not exist.
+    """Clone the mount tree at a bind mount's source, and set its mount attributes. If ``is_masked`` is set, setuid bits
+    in it have no effect. Return None if the source does not exist.
     """
     try:
         tree = _open_tree(bind["source"])
@@ -526,7 +525,7 @@ def _enter(spec: ExecSpec, pid: int) -> int:
 
 
 def _run_below_init(spec: ExecSpec) -> None:
-    """Prepare to run the program below an init, as release scripts expect. This returns in the process that then has to
+    """Prepare to run the program under an init, as release scripts expect. This returns in the process that has to
     execute the program.
 
     If none of ``inits`` can be executed, this process becomes the init: it forwards signals to the program alone, reaps
@@ -580,7 +579,7 @@ def _exit_code(status: int) -> int:
 
 
 def landlock_version() -> int:
-    """Return the Landlock version of this kernel, or 0 if Landlock is missing or a sandbox forbids its use."""
+    """Return the kernel's Landlock version, or 0 if Landlock is missing or a sandbox forbids its use."""
     version: int = _libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     return max(0, version)
 

@@ -1,7 +1,7 @@
 """Notifies systemd that the agent is ready, alive or stopping (sd_notify(3)).
 
-Nothing happens if systemd provided no socket. The variables of the protocol are removed from the environment, so that
-jobs do not inherit them.
+Nothing happens if systemd provided no socket. The protocol's variables are removed from the environment, so that jobs
+do not inherit them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Notifier(msgspec.Struct, frozen=True):
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
                 sender.setblocking(False)
-                # A leading @ stands for the NUL of an abstract socket.
+                # A leading @ represents the NUL at the start of an abstract socket's name.
                 sender.sendto(message.encode(), self.address.replace("@", "\0", 1))
         except OSError as exc:
             logger.warning("cannot notify systemd of %s: %s", message, exc.strerror)

@@ -37,8 +37,8 @@ def show_as_vcap(tree: Path) -> None:
 def _make_place(place: Path, tree: Path) -> None:
     """Create the directory ``place`` in this namespace only.
 
-    For this, a tmpfs is mounted over the parent of ``place``. The tmpfs contains ``place``, and bind mounts of all
-    other entries of the parent.
+    To do this, a tmpfs is mounted over the parent of ``place``. The tmpfs contains ``place``, and bind mounts of the
+    parent's other entries.
     """
     parent, copy = place.parent, tree / ".parent"
     copy.mkdir(exist_ok=True)

@@ -67,9 +67,9 @@ def hold(path: str | os.PathLike[str], *, make: int | None = None) -> int:
 def start(path: str | os.PathLike[str]) -> tuple[str, deque[str]]:
     """Return the directory from which ``path`` is resolved, and the remaining components of the path.
 
-    A path may start with ``/proc/self/fd/N``, which stands for the directory of descriptor N. The path that reading
-    this link returns is not used, because another directory may now be at that path, for example one that was mounted
-    over it.
+    A path may start with ``/proc/self/fd/N``, which refers to the directory that is open as descriptor N. The target
+    that ``readlink`` returns for it is not used, because another directory may now be at that path, for example one
+    that was mounted over it.
     """
     text = os.fspath(path)
     top = "/" if text.startswith("/") else "."

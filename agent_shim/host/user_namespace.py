@@ -19,6 +19,6 @@ def is_inside(uid_map: str = "/proc/self/uid_map") -> bool:
 
 
 def overflow_user() -> int:
-    """Return the uid that stands for all users without a mapping."""
+    """Return the uid that the kernel shows for all users without a mapping."""
     with open("/proc/sys/kernel/overflowuid") as found:
         return int(found.read())

@@ -58,8 +58,8 @@ def shows(place: Path, volume: Path) -> bool:
 
 
 def can_bind(scratch: Path) -> bool:
-    """Return True if this container may create bind mounts, which is tried below ``scratch`` in a new mount
-    namespace.
+    """Return True if this container may create bind mounts. This is tested by creating one below ``scratch`` in a new
+    mount namespace.
     """
     allowed = []
 
@@ -115,8 +115,8 @@ def take_away(place: Path) -> None:
 
 
 def set_options(place: Path, like: Path, more: Collection[str] = ()) -> None:
-    """Copy the mount options of ``like`` to the mount at ``place``, and add those of ``more`` that are valid for a bind
-    mount.
+    """Copy the mount options of ``like`` to the mount at ``place``, and add those options in ``more`` that are valid
+    for a bind mount.
     """
     flags = flags_to_set(place, like, more, mounts.mounts())
     if flags is not None:

@@ -1,11 +1,11 @@
-"""A thread that watches the event loop. If the loop is blocked, the thread reports this, and after a minute it makes
-the process exit.
+"""Watches the event loop from a separate thread. If the loop is blocked, the thread reports this and, after a minute,
+makes the process exit.
 
 The loop counts beats, and the thread checks whether each arrives. Once a beat is missing, the thread counts its own
 steps instead of seconds, because a stopped process (SIGSTOP, a frozen container, a suspended machine) is not blocked.
-While C code holds the interpreter lock, no Python thread runs. For that case, there is a kernel timer on CPU time,
-which is restarted at each step and kills the process when it expires. In both cases, faulthandler first writes the
-stacks of all threads to stderr. They show code locations, but no values that may be secret.
+While C code holds the interpreter lock, no Python thread runs. A kernel timer on CPU time covers that case: it is
+restarted at each step, and kills the process when it expires. In both cases, faulthandler first writes the stacks of
+all threads to stderr. They show code locations, but no values that may be secret.
 """
 
 from __future__ import annotations
