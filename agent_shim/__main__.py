@@ -1,4 +1,4 @@
-"""``python -m agent_shim``: the command ``agent-shim``."""
+"""``python -m agent_shim``: the ``agent-shim`` command."""
 
 import sys
 

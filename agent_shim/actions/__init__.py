@@ -1,1 +1,1 @@
-"""Actions of the agent protocol. Importing the modules of this package registers them with ``dispatch``."""
+"""The agent protocol's actions. Importing the modules in this package registers them with ``dispatch``."""

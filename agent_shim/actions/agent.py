@@ -26,7 +26,7 @@ from agent_shim.supervisor.supervisor import Supervisor
 
 
 class EdgeCallbacks(msgspec.Struct, frozen=True):
-    """Callbacks through which actions use ``edges``, a higher floor that they cannot import."""
+    """Callbacks into ``edges``, which actions cannot import because it is on a higher floor."""
 
     announce_shutdown: Callable[[], Awaitable[None]]
     """Announce an intended shutdown to the Health Monitor."""

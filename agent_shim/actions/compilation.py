@@ -28,7 +28,7 @@ class Compilation(msgspec.Struct, frozen=True):
     store: Blobstore
     in_use: Sequence[Bundle] = ()
     parallel: int = 1
-    """Maximum number of concurrent downloads of dependencies."""
+    """Maximum number of concurrent dependency downloads."""
 
     async def compile(self, package: Package, dependencies: Sequence[Bundle], report: Callable[[str], None]) -> Done:
         """Compile a package. Meanwhile, ``packages`` contains only ``dependencies``, the package itself and the

@@ -100,7 +100,7 @@ async def _compiled(
 
 
 def packages_of_jobs(spec: ApplySpec, bundles: Bundles) -> list[Bundle]:
-    """Return the installed packages used by jobs of this instance."""
+    """Return the installed packages that this instance's jobs use."""
     packages = bundles_of(spec)[1] if spec.jobs else []
     missing = bundles.missing(packages)
     return [package for package in packages if package not in missing]

@@ -70,8 +70,8 @@ async def remove_persistent_disk(agent: Agent, cid: str) -> dict[str, str]:
 
 @action("add_dynamic_disk", Mode.TASK)
 async def add_dynamic_disk(agent: Agent, cid: str, hint: Any) -> dict[str, str]:
-    """Create a symbolic link through which jobs find a disk, named after the disk's cid. The Director also sends this
-    action for disks that already have a link.
+    """Create a symbolic link, named after the disk's cid, through which jobs find the disk. The Director also sends
+    this action for disks that already have a link.
     """
     await _refresh(agent)
     with errors_as("Setting up dynamic disk", ShimError, OSError):

@@ -1,6 +1,6 @@
 """Dispatches requests to actions and builds the replies.
 
-Texts, argument binding and the choice between an immediate answer and a task id are those of the Go agent
+Texts, argument binding and the choice between an immediate answer and a task id match the Go agent
 (agent/action_dispatcher.go, agent/action/runner.go). A broad exception handler ensures that no request can crash the
 agent.
 """
@@ -35,7 +35,7 @@ ProtocolVersion = NewType("ProtocolVersion", int)
 """Parameter type that receives the ``protocol`` of the request."""
 
 Done = Callable[[str, str, float], None]
-"""Called after each action with method, outcome (``done`` or ``failed``) and seconds."""
+"""Called after each action with its method, its outcome (``done`` or ``failed``) and its duration in seconds."""
 
 
 FROM_PAYLOAD: Final = "Extracting method arguments from payload"
@@ -51,7 +51,7 @@ class Mode(Enum):
 
 
 class RegisteredAction(msgspec.Struct, frozen=True):
-    """A registered action of the protocol, with the types of its arguments."""
+    """A registered protocol action, with the types of its arguments."""
 
     method: str
     mode: Mode
@@ -66,7 +66,7 @@ class RegisteredAction(msgspec.Struct, frozen=True):
         """Convert positional JSON arguments to named ones of the declared types.
 
         Surplus arguments are ignored, as in Go. If the last parameter is optional, which corresponds to a variadic
-        parameter in Go, surplus arguments must have its type.
+        parameter in Go, surplus arguments must have that parameter's type.
         """
         if arguments is None:
             arguments = []
@@ -97,8 +97,8 @@ def action(
     method: str, mode: Mode, *, task_from_protocol: int = 0, persistent: bool = False
 ) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., Awaitable[Any]]]:
     """Register a coroutine function as the action ``method``. Requests with a protocol version below
-    ``task_from_protocol`` are answered immediately, whatever the ``mode``. A ``persistent`` task is resumed after a
-    restart of the agent.
+    ``task_from_protocol`` are answered immediately, whatever the ``mode``. A ``persistent`` task is resumed after the
+    agent restarts.
 
     The function's first parameter is the ``Agent``. Parameters of type ``ProtocolVersion`` and ``asyncio.Event`` (set
     when the task is cancelled) are injected. All others are the arguments of the request, in order.
@@ -123,7 +123,7 @@ def action(
 
 
 def _without_none(hint: Any) -> Any:
-    """Return ``hint`` without None. A JSON null means the zero value, even for an argument that may be absent."""
+    """Return the type ``hint`` without None. A JSON null means the zero value, even for an optional argument."""
     arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
     return arms[0] if typing.get_origin(hint) in (types.UnionType, typing.Union) and len(arms) == 1 else hint
 
@@ -139,7 +139,7 @@ class Dispatcher:
         """Why actions that change the instance are refused, or "" while they are accepted."""
 
     async def handle(self, data: bytes, *, limit: int | None = wire.MAX_REPLY_BYTES) -> tuple[str, bytes] | None:
-        """Answer a request with at most ``limit`` bytes. Return the reply subject and the reply, or None for an
+        """Answer a request. Return the reply subject and the reply of at most ``limit`` bytes, or None for an
         unreadable request.
         """
         try:
@@ -179,8 +179,8 @@ class Dispatcher:
         return reply
 
     def resumed(self) -> dict[str, Callable[[bytes], TaskWork]]:
-        """Return, for each action with persistent tasks, a function that turns a stored request into the work to run
-        again after a restart.
+        """Return a function for each action with persistent tasks. The function turns a stored request into work that
+        can be run again after a restart.
         """
         return {
             method: lambda data, found=found: partial(self._run, found, wire.decode_request(data))  # type: ignore[misc]

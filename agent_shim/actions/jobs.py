@@ -37,17 +37,19 @@ async def prepare(agent: Agent, wanted: ApplySpec) -> str:
 async def apply(agent: Agent, wanted: ApplySpec) -> str:
     """Make ``wanted`` the state of this instance (agent/action/apply.go).
 
-    Downloads, verifies and unpacks all bundles before it changes anything that runs. A spec without a configuration
-    hash is only stored, because the Director sends such a spec to initialize a new instance.
+    Downloads, verifies and unpacks all bundles before it changes anything that is running. A spec without a
+    configuration hash is only stored, because the Director sends such a spec to initialize a new instance.
     """
     for package in wanted.packages.values():
-        if not package.sha1:  # the Go agent fails only later, when it stores the spec after installing everything
+        if not package.sha1:  # the Go agent does not check this until it has installed everything
             raise ActionError(f"Persisting apply spec: package {package.name}: no digests have been provided")
     return await deploy(agent, wanted)
 
 
 async def deploy(agent: Agent, wanted: ApplySpec) -> str:
-    """Apply a spec. A package that is already installed, as all are without a Director, needs no digest."""
+    """Apply a spec. Packages that are already installed need no digest. Without a Director, all packages are already
+    installed.
+    """
     settings = agent.settings.current
     networks = _resolved(settings, agent.spec.current.networks, wanted.networks)
     wanted = msgspec.structs.replace(wanted, networks=networks)
@@ -94,7 +96,7 @@ def _resolved(settings: Effective, applied: Mapping[str, Any], wanted: Mapping[s
 
     An address is determined only once per VM (applyspec/concrete_v1_service.go) and then taken from ``applied``,
     because the Director would recreate an instance whose address changes. Addresses in ``wanted`` are replaced, because
-    they may be those of the previous VM.
+    they may come from the previous VM.
     """
     resolved = dict(wanted)
     for name, members in wanted.items():
@@ -116,7 +118,7 @@ def _resolved(settings: Effective, applied: Mapping[str, Any], wanted: Mapping[s
 
 
 def missing_files(agent: Agent) -> str:
-    """Describe files of the spec's jobs that have been lost since the apply, for example because they were on a tmpfs.
+    """Describe job files that have been lost since the spec was applied, for example because they were on a tmpfs.
 
     Return "" if none are missing.
     """
@@ -131,8 +133,8 @@ def missing_files(agent: Agent) -> str:
 async def start(agent: Agent) -> str:
     """Write the monit files and start all jobs without waiting (agent/action/start.go).
 
-    Fails if job files are missing, or if the persistent disk is not mounted, because jobs would then write to the
-    directory under the mount point.
+    Fails if job files are missing. Also fails if the persistent disk is not mounted, because the jobs would otherwise
+    write to the directory under the mount point.
     """
     problem = missing_files(agent)
     if not problem:
@@ -142,8 +144,8 @@ async def start(agent: Agent) -> str:
     await agent.supervisor.configure(job_files)
     with errors_as("Starting Monitored Services", HostError):
         await agent.supervisor.start()
-    # The Director starts jobs only after their pre-start scripts have run, so record that they have, and start the jobs
-    # that job recovery has held back until then.
+    # The Director starts jobs only after their pre-start scripts have run. Record that the scripts have run, and start
+    # any jobs that job recovery has held back until now.
     await agent.state_backup.prepared()
     agent.supervisor.end_hold()
     await record_health(agent)
@@ -156,10 +158,9 @@ async def _monit_files(agent: Agent) -> list[JobFile]:
 
 
 def monit_files(jobs: Path, names: list[str]) -> list[JobFile]:
-    """Read ``monit`` and ``*.monit`` of each job, in the order of the spec (applier/jobs/rendered_job_applier.go).
+    """Read each job's ``monit`` and ``*.monit`` files, in the order of the spec (applier/jobs/rendered_job_applier.go).
 
-    Reading stops slightly above the limit on the size of a file, so that ``plan`` still detects and refuses a job that
-    exceeds it.
+    Reading stops slightly above the file size limit, so that ``plan`` still detects and refuses a job that exceeds it.
     """
     found = []
     for job in names:

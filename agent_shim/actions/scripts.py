@@ -23,7 +23,7 @@ class ScriptOptions(msgspec.Struct, frozen=True):
 
 @action("run_script", Mode.TASK)
 async def run_script(agent: Agent, name: str, options: ScriptOptions) -> dict[str, Any]:
-    """Run ``bin/NAME`` of every job that has it, in parallel (agent/action/run_script.go)."""
+    """Run ``bin/NAME`` for every job that has it, in parallel (agent/action/run_script.go)."""
     await agent.scripts.run_all(name, agent.spec.current.job_names, options.env)
     return {}
 
@@ -48,7 +48,7 @@ async def run_errand(agent: Agent, cancelled: asyncio.Event, name: str | None = 
     """Run ``bin/run`` of a job. A non-zero exit code is part of the result and does not make the action fail
     (agent/action/run_errand.go).
 
-    If ``name`` is None, run the errand of the first job in the instance group, which ``job.template`` names.
+    If ``name`` is None, run the errand of the first job in the instance group (``job.template``).
     """
     job = agent.spec.current.job
     if name is None:

@@ -81,7 +81,7 @@ def _process_entry(process: Any) -> dict[str, Any]:
 
 
 async def record_health(agent: Agent) -> None:
-    """Write ``instance/health.json`` for bosh-dns. A failure to write it is ignored (wrapper_job_supervisor.go).
+    """Write ``instance/health.json`` for bosh-dns. An error while writing it is ignored (wrapper_job_supervisor.go).
 
     The file is not synced, because the next boot rewrites it.
     """

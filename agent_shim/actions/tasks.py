@@ -1,6 +1,6 @@
 """Queues long actions as tasks and runs them one at a time. Each task has an id, under which its outcome is stored.
 
-Ids, states and texts are those of the Go agent (agent/task, agent/action/get_task.go, cancel_task.go). There are four
+Ids, states and texts match the Go agent (agent/task, agent/action/get_task.go, cancel_task.go). There are four
 differences: the queue never blocks the bus; the number, size and age of stored results are limited; the reply to
 ``get_task`` may be delayed until the task has finished; a queued task that is cancelled fails immediately.
 """
@@ -43,14 +43,14 @@ MiB.
 MAX_WAITING: Final = 10_000
 """Maximum number of queued tasks. Further requests are refused."""
 MAX_JOURNAL_BYTES: Final = files.MAX_FILE_BYTES // 2
-"""Maximum total size of the requests in the journal, because a larger journal could not be read back."""
+"""Maximum total size of the requests in the journal. A larger journal could not be read back."""
 
 TaskWork = Callable[[], Awaitable[Any]]
 
 
 class Task(msgspec.Struct):
-    """A long action. ``state`` is running (also while queued), done or failed. Replies to the Director contain only the
-    state running.
+    """A long action. ``state`` is running (including while the task is queued), done or failed. Replies to the Director
+    contain the state until the task has finished, and the outcome after that.
 
     Arguments are not kept, because some are large or secret.
     """
@@ -83,7 +83,8 @@ class TaskLimits(msgspec.Struct, frozen=True):
 
 
 class Tasks:
-    """All tasks of this agent. ``run`` executes them and must run as a root task.
+    """The tasks that the Director has started on this agent. ``run`` executes them, and must run in a root task of the
+    daemon (``daemon/runtime.py``).
 
     Persistent tasks are stored in the file ``journal``.
     """
@@ -106,7 +107,7 @@ class Tasks:
         return self._queue.qsize()
 
     def waiting_methods(self) -> set[str]:
-        """Methods of the queued tasks."""
+        """The queued tasks' methods."""
         return {task.method for task in self._tasks.values() if task.state == "running" and task is not self.running}
 
     def submit(self, method: str, work: TaskWork, *, cancelled: asyncio.Event | None = None, task_id: str = "") -> Task:
@@ -122,8 +123,7 @@ class Tasks:
             raise ActionError(f"cannot queue {method}: {waiting} tasks are already queued; try again later")
 
     async def submit_persistent(self, method: str, work: TaskWork, request: bytes) -> Task:
-        """Queue a task and store its request in ``tasks.json``, so that it survives a restart of the agent under the
-        same id.
+        """Queue a task and store its request in ``tasks.json``, so that it survives an agent restart under the same id.
 
         Raises ``ActionError`` if the queue is full.
         """
@@ -136,7 +136,7 @@ class Tasks:
         return self.submit(method, work, task_id=task_id)
 
     async def resume(self, resumed: Mapping[str, Callable[[bytes], TaskWork]]) -> None:
-        """Queue the persistent tasks of an earlier agent process under their old ids. Tasks with an unknown method are
+        """Queue an earlier agent process's persistent tasks under their old ids. Tasks with an unknown method are
         dropped.
 
         If a task has been resumed before without finishing, it fails, because the request may be what crashed the
@@ -228,7 +228,7 @@ class Tasks:
                 raise
             state, outcome, content = "failed", failure(task.method, exc), b""
         except Exception as exc:  # noqa: BLE001 - the queue survives any failure of a task
-            # A lone surrogate (undecodable output of a script) has no UTF-8 form.
+            # A lone surrogate (from undecodable script output) cannot be encoded as UTF-8.
             state, outcome = "failed", failure(task.method, exc).encode("utf-8", "replace").decode()
             content = msgspec.json.encode(outcome)
         if self._stored.pop(task.id, None) is not None:

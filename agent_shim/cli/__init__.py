@@ -1,1 +1,1 @@
-"""The commands ``agent-shim``, ``bosh-agent``, ``monit`` and ``bpm``. Lower packages never import this one."""
+"""The ``agent-shim``, ``bosh-agent``, ``monit`` and ``bpm`` commands. Lower packages never import this one."""

@@ -1,4 +1,4 @@
-"""``python -m agent_shim.cli``: the command ``agent-shim``."""
+"""``python -m agent_shim.cli``: the ``agent-shim`` command."""
 
 import sys
 

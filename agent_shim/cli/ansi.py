@@ -41,13 +41,13 @@ def paint_for(stream: TextIO) -> Paint:
 
 
 def screen(page: str) -> str:
-    """Return the sequence that shows a page on the whole screen without flicker."""
+    """Return the sequence that fills the screen with a page without flickering."""
     return "\x1b[H" + "\x1b[K\r\n".join(page.splitlines()) + "\x1b[K\x1b[J"
 
 
 def width(text: str) -> int:
     """Return the number of terminal columns that a text takes. The text must not contain colour sequences. A wide
-    character takes two columns, a combining character none.
+    character takes two columns, and a combining character takes none.
     """
     return sum(
         0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text

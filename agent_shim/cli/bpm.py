@@ -1,8 +1,8 @@
-"""The command ``bpm`` for release scripts and operators: sends requests to the running agent.
+"""The ``bpm`` command for release scripts and operators. It sends requests to the running agent.
 
-Verbs, flags, texts and exit codes follow bpm-release (``src/bpm/commands``, ``docs/public_interface.md``), which parses
-its command line with cobra. Each verb imports only the modules that it needs, so that it starts quickly, because drain
-scripts call ``bpm`` in loops.
+Verbs, flags, messages and exit codes follow bpm-release (``src/bpm/commands``, ``docs/public_interface.md``), which
+parses its command line with cobra. Because drain scripts call ``bpm`` in loops, it has to start quickly, so each verb
+imports only the modules that it needs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ANSWER_TIMEOUT_S = 3600.0
 process to exit.
 """
 SOCKET = "bosh/agent_shim.sock"
-"""Path of the control socket below the base directory."""
+"""Path of the control socket, relative to the base directory."""
 
 TRUE = ("1", "t", "T", "true", "TRUE", "True")
 FALSE = ("0", "f", "F", "false", "FALSE", "False")
@@ -144,7 +144,7 @@ def _may_ask(base: str) -> bool:
 
 
 def _read(base: str, arguments: list[str]) -> tuple[CommandLine, Verb | None]:
-    """Parse flags and words in any order. Raises ``UsageError`` with the error texts of cobra's flag parser, pflag."""
+    """Parse flags and words in any order. Raises ``UsageError`` with the same message as cobra's flag parser, pflag."""
     name = next((word for word in arguments if not word.startswith("-")), "")
     verb = VERBS.get(name)
     rest = list(arguments)
@@ -179,8 +179,8 @@ def _read(base: str, arguments: list[str]) -> tuple[CommandLine, Verb | None]:
 
 
 def _joined(known: Sequence[Flag], words: Sequence[str]) -> list[str]:
-    """Rewrite flags in a form that argparse parses as cobra does: a value may begin with a dash, and a switch may have
-    ``=true`` or ``=false``.
+    """Rewrite the flags so that argparse parses them as cobra does: a value may begin with a dash, and a switch may
+    have ``=true`` or ``=false``.
 
     If a switch is repeated, its last value is used. Raises ``UsageError``.
     """

@@ -1,4 +1,4 @@
-"""Shows the logs of a process for ``bpm logs`` and ``bpm run``.
+"""Shows a process's logs for ``bpm logs`` and ``bpm run``.
 
 All functions block.
 """

@@ -1,10 +1,10 @@
 """``agent-shim check``: validate the content of configuration files, on any machine.
 
 It does not check whether the users and paths in the files exist. A ``depends on`` target that no given file defines is
-only a warning, because another job may define it. There are two mistakes that the command reports although the daemon
-would start. One is a program that is not an absolute path, which may result from a typo such as ``start progam "/x"``.
-The other is an unknown key in agent.json. The daemon ignores it with a warning, because the file may have been written
-for a newer version.
+only a warning, because another job may define it. The command treats two things as errors although the daemon accepts
+them. One is a program whose path is not absolute, which may result from a typo such as ``start progam "/x"``. The other
+is an unknown key in agent.json, which the daemon ignores with a warning, because the file may have been written for a
+newer version.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_s
     the exit code of the worst result.
 
     If ``as_json`` is set, print a list of ``{file, kind, is_good, mistakes, warnings}``. If ``is_strict`` is set,
-    statements and keys without effect are mistakes rather than warnings. Unknown keys in agent.json are always
-    mistakes.
+    statements and keys without effect are listed under ``mistakes`` rather than ``warnings``. Unknown keys in
+    agent.json are always listed under ``mistakes``.
     """
     reports = [_FileReport(path, kind or kind_of(path.name)) for path in files]
     unknown = [report.file for report in reports if not report.kind]
@@ -89,9 +89,9 @@ def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_s
 
 
 def _check(report: _FileReport, parsed: list[MonitFile], unknown: list[str]) -> None:
-    """Read a file as the daemon does. Raises ``ConfigError`` with all mistakes in the file.
+    """Read a file as the daemon does. Raises ``ConfigError`` with all errors in the file.
 
-    Keys and statements without effect are appended to ``unknown``, even for a file with mistakes.
+    Keys and statements without effect are appended to ``unknown``, even for a file with errors.
     """
     text, origin = report.file.read_bytes(), str(report.file)
     if report.kind == "monit":
@@ -146,8 +146,8 @@ def _job_of(file: Path) -> str:
 
 
 def _wrong_calls(check: Check, file: Path) -> Iterator[str]:
-    """Report each bpm process that the check's start or stop program names although the job's bpm.yml does not define
-    it.
+    """Report each bpm process that a start or stop program in a monit file names but that the job's bpm.yml does not
+    define.
     """
     for verb, program in (("start", check.start), ("stop", check.stop)):
         call = bpm_call(program.argv) if program is not None else None
@@ -156,7 +156,7 @@ def _wrong_calls(check: Check, file: Path) -> Iterator[str]:
         home = file.absolute().parent
         paths = (home / "config/bpm.yml", home / "bpm.yml", home.parent / call.job / "config/bpm.yml")
         for path in filter(Path.is_file, paths if call.job == home.name else paths[1:]):
-            with suppress(ConfigError, OSError):  # mistakes in bpm.yml are reported when bpm.yml itself is checked
+            with suppress(ConfigError, OSError):  # errors in bpm.yml are reported when bpm.yml itself is checked
                 found = config.parse(_decoded(path.read_bytes(), path), origin=str(path))
                 if found.process(call.process) is None:
                     known = ", ".join(process.name for process in found.processes) or "none"
@@ -185,7 +185,7 @@ def _wrong_programs(check: Check) -> Iterator[str]:
 
 @dataclass
 class _FileReport:
-    """The mistakes and warnings found in one file."""
+    """The errors and warnings found in one file."""
 
     file: Path
     kind: str

@@ -36,20 +36,20 @@ REACHED: Final = {
     "stop": frozenset({"stopped"}),
     "unmonitor": frozenset({"unmonitored", "stopped"}),
 }
-"""For each action on a service, the phases in which the service can be once the action is complete."""
+"""Maps each action on a service to the phases in which the service can be once the action is complete."""
 
 CHANGES: Final = {
     "start": "start services and their dependencies",
     "stop": "stop services and their dependents",
     "restart": "stop services and start them again",
-    "monitor": "monitor services, and start those that do not run",
+    "monitor": "monitor services, and start those that are not running",
     "unmonitor": "stop monitoring services",
 }
 """Names and help texts of the actions on services."""
 
 DEFAULT_LINES: Final = 25
 STATUS_LINES: Final = 3
-"""How many lines of each log file are shown below the status of a process."""
+"""How many lines of each log file are shown after a process's status."""
 SHELLS: Final = {"bash": "agent-shim.bash", "zsh": "_agent-shim", "fish": "agent-shim.fish"}
 """The shell completion files in ``cli/completion``, by shell."""
 KINDS: Final = ("monit", "bpm", "agent", "settings")
@@ -112,7 +112,7 @@ def bosh_agent(argv: Sequence[str]) -> int:
             spread.append(word)
     parser = argparse.ArgumentParser(
         prog="bosh-agent",
-        description="The BOSH agent of this container.",
+        description="The BOSH agent in this container.",
         epilog="bosh-agent compile --help describes the compilation of releases without a Director.",
     )
     _daemon_options(parser)
@@ -214,7 +214,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of ``agent-shim``. The attribute ``run`` of the parsed arguments is the command's function."""
+    """Return the parser of ``agent-shim``. The ``run`` attribute of the parsed arguments is the command's function."""
     top = Parser(
         prog="agent-shim",
         description="A BOSH agent and process supervisor for containers and pods.",
@@ -247,13 +247,15 @@ def parser() -> argparse.ArgumentParser:
         change.set_defaults(action=action)
     _add_for_tools(command)
     demo = command("demo", _demo, "start a temporary agent, and deploy a small release to it with a scripted Director")
-    demo.add_argument("--keep", action="store_true", help="leave Director, bus and agent running until Ctrl-C")
+    demo.add_argument(
+        "--keep", action="store_true", help="keep the Director, the bus and the agent running until Ctrl-C"
+    )
     completion = command("completion", _completion, "print the completion script for a shell")
     completion.add_argument("shell", choices=tuple(SHELLS), help="bash, zsh or fish")
-    of_help = command("help", _help, "describe a command, or list all")
+    of_help = command("help", _help, "describe a command, or list all commands")
     of_help.add_argument("topic", nargs="?", metavar="COMMAND", help="name of a command")
     of_help.set_defaults(top=top)
-    command("version", _version, "print version and revision")
+    command("version", _version, "print the version and the revision")
     return top
 
 
@@ -267,11 +269,11 @@ def _add_daemon(command: Command) -> None:
     run = command("run", _run, "run the daemon in the foreground")
     _daemon_options(run)
     run.add_argument("--http", metavar="ADDR:PORT|off", help="address of metrics and probes")
-    text = "default: text on a terminal, otherwise json"
+    text = "format of the agent's log (default: text on a terminal, otherwise json)"
     run.add_argument("--log-format", choices=("json", "text"), default="", help=text)
     levels = ("debug", "info", "warning", "error")
     run.add_argument("--log-level", choices=levels, default="", help="lowest level to log")
-    run.add_argument("--job-logs", action="store_true", help="copy the log files of jobs to standard output")
+    run.add_argument("--job-logs", action="store_true", help="copy the jobs' log files to standard output")
     text = "run only the process supervisor in the foreground, replacing monit under another agent"
     monit = command("monit", _monit, text)
     monit.add_argument(
@@ -282,13 +284,13 @@ def _add_daemon(command: Command) -> None:
     monit.add_argument(
         "--http", default="off", metavar="ADDR:PORT|off", help="address of metrics and probes (default: off)"
     )
-    monit.add_argument("--bpm", action="store_true", help="run the processes of bpm.yml without the bpm program")
+    monit.add_argument("--bpm", action="store_true", help="run the processes in bpm.yml without the bpm program")
     monit.add_argument("--log-level", choices=levels, default="info", help="lowest level to log")
 
 
 def _add_for_operators(command: Command) -> None:
     status = command(
-        "status", _status, "show the bus connection, the vitals and all processes, or details of the named processes"
+        "status", _status, "show the bus connection, the vitals and all processes, or details about the named processes"
     )
     text = "show all details of these processes; exit with 1 if one is not running"
     status.add_argument("names", nargs="*", metavar="NAME", help=text)
@@ -298,7 +300,7 @@ def _add_for_operators(command: Command) -> None:
     status.add_argument("--every", type=_seconds, default=2.0, metavar="S", help=text)
     _base_option(status)
 
-    logs = command("logs", _logs, "print the log files of jobs")
+    logs = command("logs", _logs, "print the jobs' log files")
     logs.add_argument("job", nargs="?", default="", metavar="JOB", help="only this job")
     logs.add_argument("-f", "--follow", action="store_true", help="follow the files")
     text = "print the last N lines of each file (default: 25, or all lines with --since)"
@@ -324,7 +326,7 @@ def _add_for_operators(command: Command) -> None:
 
     text = "stop all jobs in order, as when the container is stopped: pre-stop, drain, stop, post-stop"
     drain = command("drain", _drain, text)
-    text = "seconds for all steps together (default: AgentShim.grace of agent.json)"
+    text = "time limit for all steps together, in seconds (default: AgentShim.grace in agent.json)"
     drain.add_argument("--timeout", type=_seconds, metavar="S", help=text)
     text = "if a drain is already running, end its scripts early, as PID 1 does when it gets SIGTERM"
     drain.add_argument("--hurry", action="store_true", help=text)
@@ -338,18 +340,18 @@ def _add_for_tools(command: Command) -> None:
     _base_option(call)
 
     check = command("check", _check, "validate configuration files")
-    text = "treat the files as this kind, regardless of their names"
+    text = "treat the files as being of this kind, regardless of their names"
     check.add_argument("--as", dest="kind", choices=KINDS, help=text)
-    text = "print mistakes and warnings of each file as JSON"
+    text = "print each file's errors and warnings as JSON"
     check.add_argument("--json", action="store_true", dest="as_json", help=text)
-    check.add_argument("--strict", action="store_true", help="treat statements and keys without effect as mistakes")
+    check.add_argument("--strict", action="store_true", help="treat statements and keys without effect as errors")
     text = "monit file, bpm.yml, agent.json or settings"
     check.add_argument("files", nargs="+", type=Path, metavar="FILE", help=text)
 
     trial = command("try", _try, "compile a release, render its jobs with their defaults, and run them in a container")
     text = "release tarball, either with sources or compiled for the image"
     trial.add_argument("release", type=Path, metavar="RELEASE", help=text)
-    text = "image of this project with compilers (default: agent-shim)"
+    text = "this project's image with compilers (default: agent-shim)"
     trial.add_argument("--image", default="agent-shim", metavar="IMAGE", help=text)
     text = "deployment manifest (default: one instance with all jobs)"
     trial.add_argument("--manifest", type=Path, metavar="FILE", help=text)
@@ -358,14 +360,14 @@ def _add_for_tools(command: Command) -> None:
     trial.add_argument("--name", metavar="NAME", help="name of the container (default: try-RELEASE)")
     text = "publish the container's PORT as HOST_PORT on this machine"
     trial.add_argument("--publish", action="append", metavar="HOST_PORT:PORT", help=text)
-    trial.add_argument("--tool", choices=("podman", "docker"), help="default: the one that is installed")
-    text = "seconds to wait until all processes run (default: 300)"
+    trial.add_argument("--tool", choices=("podman", "docker"), help="container tool (default: whichever is installed)")
+    text = "seconds to wait until all processes are running (default: 300)"
     trial.add_argument("--timeout", type=_seconds, default=300.0, metavar="S", help=text)
 
-    text = "render the templates of an instance group with Ruby, for an agent without a Director"
+    text = "render an instance group's templates with Ruby, for an agent without a Director"
     render = command("render", _render, text)
     render.add_argument("manifest", type=Path, metavar="MANIFEST", help="deployment manifest without variables")
-    text = "directory or tarball of a release that contains jobs of the group"
+    text = "directory or tarball of a release that contains some of the group's jobs"
     render.add_argument("releases", nargs="+", type=Path, metavar="RELEASE", help=text)
     render.add_argument("--group", default="", metavar="GROUP", help="instance group, if the manifest has several")
     render.add_argument("--only", action="append", metavar="JOB", help="only this job")
@@ -375,19 +377,19 @@ def _add_for_tools(command: Command) -> None:
     render.add_argument("--index", type=int, metavar="N", help=text)
     text = "IP address of the instance (default: AGENT_SHIM_ADDRESS, the static IP, or 127.0.0.1)"
     render.add_argument("--address", metavar="IP", help=text)
-    text = "zone of the instance (default: AGENT_SHIM_AZ, or the azs of the group in turn)"
+    text = "zone of the instance (default: AGENT_SHIM_AZ, or the group's azs in turn)"
     render.add_argument("--az", metavar="ZONE", help=text)
     text = "whether this is the bootstrap instance (default: AGENT_SHIM_BOOTSTRAP, or true if the index is 0)"
     render.add_argument("--bootstrap", action=argparse.BooleanOptionalAction, help=text)
-    text = "pattern for addresses of instances in links, with {group} {index} {id} {az} {network} {deployment}"
+    text = "pattern for instance addresses in links, with {group} {index} {id} {az} {network} {deployment}"
     render.add_argument("--addresses", default="", metavar="PATTERN", help=text)
-    text = "pattern for the address of a whole group in links, in place of its bosh-dns name"
+    text = "pattern for a whole group's address in links, in place of its bosh-dns name"
     render.add_argument("--group-address", default="", metavar="PATTERN", help=text)
     text = "write Kubernetes manifests for pods that render their own instances"
     render.add_argument("--kubernetes", action="store_true", help=text)
-    text = "with --kubernetes, the image of the pods (default: agent-shim)"
+    text = "with --kubernetes, the image for the pods (default: agent-shim)"
     render.add_argument("--image", default="agent-shim", metavar="IMAGE", help=text)
-    text = "with --kubernetes, the image of the init containers (default: agent-shim-releases)"
+    text = "with --kubernetes, the image for the init containers (default: agent-shim-releases)"
     render.add_argument("--renderer", default="agent-shim-releases", metavar="IMAGE", help=text)
 
     probe = command(
@@ -423,7 +425,7 @@ def _moment(text: str) -> float:
     from agent_shim.services.logs import since
 
     try:
-        return since.moment(text, time.time())  # noqa: TID251 - log lines have wall times
+        return since.moment(text, time.time())  # noqa: TID251 - log lines contain wall-clock times
     except ValueError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
 
@@ -446,7 +448,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _daemon(program: str, args: argparse.Namespace, *options: Any) -> int:
     """Run the daemon, print its error if it fails, and return the exit code."""
-    # Garbage collections during the imports would take a tenth of their time and find almost nothing.
+    # Garbage collections during the imports would take a tenth of their time and free almost nothing.
     gc.disable()
     try:
         from agent_shim.daemon import main as daemon
@@ -533,8 +535,8 @@ def _change(args: argparse.Namespace) -> int:
 
 
 def _refuse_unknown(args: argparse.Namespace) -> None:
-    """Raise ``NotThereError`` if any of ``args.names`` is not a service. The error names the first of these, and lists
-    the known services.
+    """Raise ``NotThereError`` if any of ``args.names`` is not a service. The error names the first unknown one, and
+    lists the known services.
     """
     known = [service["name"] for service in _ask(args, {"command": "services", "action": "show"}).get("services", ())]
     for name in args.names:
@@ -567,7 +569,7 @@ def _status(args: argparse.Namespace) -> int:
         return code
     from agent_shim.cli import ansi
 
-    # On a terminal, redraw the page in place. If the output is a pipe, write one page after the other.
+    # On a terminal, redraw the page in place. If the output is a pipe, write one page after another.
     is_screen = ansi.is_for_people(sys.stdout) and not args.json
     with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as at_end:
         if is_screen:
@@ -584,7 +586,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _status_page(args: argparse.Namespace) -> tuple[str, int]:
-    """Return the status page of all processes or of the named ones, and the exit code, which is ``NO`` if a named
+    """Return the status page for all processes or for the named ones, and the exit code, which is ``NO`` if a named
     process is not running.
     """
     from agent_shim.cli import ansi, status_text

@@ -1,7 +1,7 @@
-"""``bosh-agent compile``: compile releases without a Director, in a container of their stemcell.
+"""``bosh-agent compile``: compile releases without a Director, in a container created from their stemcell.
 
 Flags, lines on standard error, the exit code and the name of the result match those of the Go agent (main/compile.go,
-releasetarball/compile.go, stemcellmetadata/slug_linux.go). There are four differences. This command has a flag ``-b``.
+releasetarball/compile.go, stemcellmetadata/slug_linux.go). There are four differences. This command has a ``-b`` flag.
 Packages that jobs use stay installed. A running agent is not disturbed. At the end, the sources and the packages' blobs
 are removed.
 """
@@ -41,7 +41,7 @@ FAILED: Final = 1
 INTERRUPTED: Final = 128 + signal.SIGINT
 
 _LONG_FLAG: Final = re.compile(r"^-(?=[a-z]{2})")
-"""Matches the single dash of a flag such as ``-output-directory``. Go's package ``flag`` accepts one dash or two."""
+"""Matches the single dash of a flag such as ``-output-directory``. Go's ``flag`` package accepts one dash or two."""
 
 DEFAULT_OUTPUT: Final = Path("/tmp")  # noqa: S108 - the Go agent's default; files are created there with random names and then renamed
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of ``bosh-agent compile``. It only knows long flags with two dashes."""
+    """Return the parser of ``bosh-agent compile``. It knows only long flags with two dashes."""
     parser = argparse.ArgumentParser(
         prog="bosh-agent compile",
         description="Compile the packages of BOSH releases for the stemcell of this container, without a Director.",
@@ -113,8 +113,8 @@ def _compile_all(tarballs: Sequence[Path], output: Path, stemcell: str, paths: P
 
 @dataclass(slots=True)
 class _ReleaseCompilation:
-    """The compilation of one release. ``_sources`` and ``_results`` map each package to the blob with its source and to
-    the blob with the compiled package. These blobs are in ``data/blobs``.
+    """The compilation of one release. ``_sources`` maps each package to the blob with its source, and ``_results`` maps
+    it to the blob with the compiled package. These blobs are in ``data/blobs``.
     """
 
     tarball: Path
@@ -127,7 +127,7 @@ class _ReleaseCompilation:
     _results: dict[str, Path] = field(default_factory=dict)
 
     def compile(self) -> Path:
-        """Compile the packages of the release, and return the path of the compiled release. Raises ``ActionError``."""
+        """Compile the release's packages, and return the path of the compiled release. Raises ``ActionError``."""
         manifest = self._read()
         self._extract(manifest)
         _log("Starting packages compilation")
@@ -138,7 +138,7 @@ class _ReleaseCompilation:
         return self._write(manifest)
 
     def remove_blobs(self) -> None:
-        """Remove the blobs with the sources and with the compiled packages of this release from ``data/blobs``."""
+        """Remove this release's blobs (sources and compiled packages) from ``data/blobs``."""
         for path in [*self._sources.values(), *self._results.values()]:
             files.remove_tree(path)
 
@@ -158,7 +158,7 @@ class _ReleaseCompilation:
                 _log(f"Copying package {name} to {path}")
 
     async def _compile_packages(self, packages: Sequence[SourcePackage]) -> None:
-        with reaper.reaping():  # needed if this process is PID 1 of a container
+        with reaper.reaping():  # needed if this process is PID 1 in a container
             try:
                 for package in release_tarball.in_order(packages):
                     with errors_as(f"failed to compile package {package.name}/{package.version}", ShimError, OSError):

@@ -1,8 +1,8 @@
 """Reads deployment manifests and releases, for commands that work without a Director. Fields that these commands do not
 need are ignored.
 
-A release is a checked-out directory, or a tarball of sources or of compiled packages. Mistakes raise ``ConfigError`` or
-``NotThereError``, whose texts name the file and the place in it.
+A release is a checked-out directory, or a tarball with sources or with compiled packages. Invalid input raises
+``ConfigError`` or ``NotThereError`` with a message that names the file and the position in it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from agent_shim.cli import yaml_errors
 from agent_shim.core.errors import ArchiveError, ConfigError, NotThereError
 
 BPM: Final = "bpm"
-"""Name of the bpm job. Because the agent itself replaces bpm, bpm-release does not have to be given. The job has no
-links.
+"""Name of the bpm job. Because the agent itself replaces bpm, bpm-release need not be among the releases. The job has
+no links.
 """
 ERRAND: Final = "errand"
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class DeployedJob(msgspec.Struct):
-    """A job of an instance group. Values of ``consumes`` and ``provides`` are mappings or the string ``nil``."""
+    """A job in an instance group. Values of ``consumes`` and ``provides`` are mappings or the string ``nil``."""
 
     name: str
     release: str = ""
@@ -45,7 +45,7 @@ class DeployedJob(msgspec.Struct):
 
 
 class GroupNetwork(msgspec.Struct):
-    """A network of an instance group. ``default`` lists the purposes for which this network is the default, such as
+    """A network in an instance group. ``default`` lists the purposes for which this network is the default, such as
     ``gateway``.
     """
 
@@ -105,7 +105,7 @@ class Group(msgspec.Struct):
         return self.network_names[0]
 
     def az(self, index: int) -> str | None:
-        """Return the zone of an instance. Zones are assigned round-robin, as a Director does in a first deployment."""
+        """Return the zone of an instance. Zones are assigned round-robin, as a Director does for a new deployment."""
         return self.azs[index % len(self.azs)] if self.azs else None
 
     def static_ip(self, index: int, network: str) -> str | None:
@@ -125,7 +125,7 @@ class ReleaseOfManifest(msgspec.Struct):
 
 
 class AddonJob(msgspec.Struct):
-    """A job of an addon."""
+    """A job in an addon."""
 
     name: str
 
@@ -146,7 +146,7 @@ class DeploymentManifest(msgspec.Struct):
     addons: list[Addon] | None = None
 
     def group(self, name: str) -> Group:
-        """Return the instance group with this name or, if ``name`` is "", the only group of the manifest. Raises
+        """Return the instance group with this name or, if ``name`` is "", the only group in the manifest. Raises
         ``ConfigError``.
         """
         found = [group for group in self.instance_groups if name in ("", group.name)]
@@ -156,13 +156,13 @@ class DeploymentManifest(msgspec.Struct):
         return found[0]
 
     def properties_of(self, group: Group, job: DeployedJob) -> dict[str, Any]:
-        """Return the properties of a job: the job's own properties if it has any, otherwise the manifest's properties
+        """Return a job's properties: the job's own properties if it has any, otherwise the manifest's properties
         overridden by those of the instance group.
         """
         return _merged(self.properties or {}, group.properties or {}) if job.properties is None else job.properties
 
     def version_of(self, release: str) -> str:
-        """Return the version of a release, or "" if the manifest does not list the release."""
+        """Return a release's version, or "" if the manifest does not list the release."""
         return next((str(each.version) for each in self.releases or () if each.name == release), "")
 
 
@@ -220,7 +220,7 @@ class Provided(msgspec.Struct):
 
 
 class JobSpec(msgspec.Struct):
-    """The file ``spec`` or ``job.MF`` of a job. ``templates`` maps sources to targets."""
+    """A job's ``spec`` or ``job.MF`` file. ``templates`` maps sources to targets."""
 
     properties: dict[str, Any] | None = None
     templates: dict[str, str] | None = None
@@ -235,14 +235,14 @@ class JobSpec(msgspec.Struct):
 
 
 class ReleaseDirectory(NamedTuple):
-    """A release in a directory. ``name`` is "" if no file of the release contains the name."""
+    """A release in a directory. ``name`` is "" if no file in the release contains the name."""
 
     directory: Path
     name: str
 
 
 class ReleaseJob(NamedTuple):
-    """A job of a release: its directory and its spec."""
+    """A job in a release: its directory and its spec."""
 
     directory: Path
     spec: JobSpec
@@ -270,8 +270,8 @@ def open_release(path: Path, scratch: Path) -> ReleaseDirectory:
 
 def find_job(job: DeployedJob, releases: Sequence[ReleaseDirectory]) -> ReleaseJob | None:
     """Find a job in the releases, or return None if none contains it. The release that the manifest names for the job
-    is preferred to releases of unknown name. If the manifest names no release, the first release that contains the job
-    is used.
+    is preferred to releases whose name is unknown. If the manifest names no release, the first release that contains
+    the job is used.
     """
     having = [
         release

@@ -45,7 +45,7 @@ Document = dict[str, Any]
 
 
 class JobPort(NamedTuple):
-    """A port of a job."""
+    """A job's port."""
 
     name: str
     number: int
@@ -102,10 +102,10 @@ def write(parts: ObjectInputs, out: Path) -> list[str]:
 
 
 def ports(jobs: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]) -> list[JobPort]:
-    """Return the ports of jobs: first the ports listed for fissile and quarks, then the properties called ``port`` in
-    the jobs' links.
+    """Return the jobs' ports: first the ports listed for fissile and quarks, then the properties called ``port`` in the
+    jobs' links.
 
-    ``jobs`` contains for each job its properties and the properties of each link that it provides.
+    ``jobs`` contains each job's properties, and the properties of each link that the job provides.
     """
     found: dict[tuple[int, str], JobPort] = {}
     for properties, provided in jobs:

@@ -1,10 +1,10 @@
-"""Resolves the links between the jobs of a manifest, as the Director does.
+"""Resolves the links between the jobs in a manifest, as the Director does.
 
-The rules are those of ``bosh/director/links`` in bosh. If ``consumes`` in the manifest does not mention a link, the
-only job that provides a link of its type is the provider. If ``consumes`` has ``from`` for the link, the provider is
-the only one with that name and type. The value ``nil`` blocks a link, and ``instances``, ``properties`` and ``address``
-define its content directly. An optional link may be absent unless ``consumes`` mentions it. It is a mistake if there is
-more than one possible provider. Links to other deployments cannot be resolved here.
+The rules match ``bosh/director/links`` in bosh. If ``consumes`` in the manifest does not mention a link, the only job
+that provides a link of its type is the provider. If ``consumes`` has ``from`` for the link, the provider is the only
+one with that name and type. The value ``nil`` blocks a link, and ``instances``, ``properties`` and ``address`` define
+its content directly. An optional link may be absent unless ``consumes`` mentions it. It is an error if there is more
+than one possible provider. Links to other deployments cannot be resolved here.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class LinkProvider(NamedTuple):
     properties: Mapping[str, Any]
 
     def __str__(self) -> str:
-        """Return a text such as ``nats (type nats) of nats/nats-tls``, which is ``NAME (type TYPE) of GROUP/JOB``."""
+        """Return ``NAME (type TYPE) of GROUP/JOB``, for example ``nats (type nats) of nats/nats-tls``."""
         return f"{self.name} (type {self.type}) of {self.group.name}" + (f"/{self.job}" if self.job else "")
 
 
 class Links(NamedTuple):
-    """The links of a job by name, and the reasons why links are absent."""
+    """A job's links by name, and the reasons why links are absent."""
 
     found: dict[str, dict[str, Any]]
     absent: dict[str, str]
@@ -78,7 +78,7 @@ class Resolver:
         self._raise_errors()
 
     def resolve(self, group: Group, job: DeployedJob) -> Links:
-        """Return the links of a job. Raises ``ConfigError`` with a line for each link that cannot be resolved."""
+        """Return a job's links. Raises ``ConfigError`` with a line for each link that cannot be resolved."""
         links = Links({}, {})
         given = dict(job.consumes or {})
         for wanted in self._specs[group.name, job.name].consumes or ():
@@ -255,7 +255,7 @@ class Resolver:
 
 
 def _mistakes(source: Any) -> Iterator[str]:
-    """Yield the mistakes that would make the Director refuse a value of ``consumes``."""
+    """Yield the errors that would make the Director refuse a value of ``consumes``."""
     if source == NIL:
         return
     if not isinstance(source, dict):

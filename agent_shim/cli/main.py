@@ -1,4 +1,4 @@
-"""The entry point ``agent-shim``, with a fast path for Kubernetes probes, because they run often.
+"""The ``agent-shim`` entry point, with a fast path for Kubernetes probes, because they run often.
 
 The image has links named ``bosh-agent``, ``bpm`` and ``monit`` to this program, each of which runs a different command.
 """

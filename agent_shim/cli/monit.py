@@ -1,8 +1,8 @@
-"""The command ``monit`` for release scripts and operators: sends requests to the running agent.
+"""The ``monit`` command for release scripts and operators. It sends requests to the running agent.
 
-Options, texts and exit codes match monit 5.2.5 (monitor.c, control.c, http/cervlet.c), because scripts depend on them.
-To start quickly, this module imports little besides the standard library. Its actions import further modules when they
-need them.
+Options, messages and exit codes match monit 5.2.5 (monitor.c, control.c, http/cervlet.c), because scripts depend on
+them. To start quickly, this module imports little besides the standard library. Its actions import further modules when
+they need them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Split a command line into options and words. Raises ``MonitError`` with monit's text."""
+    """Split a command line into options and words. Raises ``MonitError`` with monit's message."""
     try:
         options, words = getopt.gnu_getopt(argv, "b:c:d:g:l:p:s:iItvVh")
     except getopt.GetoptError as exc:
@@ -117,7 +117,7 @@ def _act(command: Command, action: str) -> int:
         case "summary" | "status":
             return _show(command)
         # If an agent is running, there is nothing to reload, because the agent gets monit files from the Director. If
-        # it is the daemon that replaces monit, the daemon reads its files again.
+        # the daemon that replaces monit is running instead, it rereads its files.
         case "reload":
             _need(command, "reload")
             print("Reinitializing monit daemon", file=sys.stderr)
@@ -158,8 +158,8 @@ def _daemon(command: Command) -> int:
 
 
 def _require_control_file(command: Command) -> None:
-    """Raise ``MonitError`` if ``-c`` names a missing file. The path of the control file on a stemcell is always
-    accepted, even if the file is missing, because it stands for the running agent.
+    """Raise ``MonitError`` if ``-c`` names a missing file. The control file's path on a stemcell is always accepted,
+    even if the file is missing, because commands with this path are sent to the running agent.
     """
     given = command.options.get("-c", "")
     if given and Path(given) != _control_file(command) and not Path(given).exists():
@@ -208,8 +208,8 @@ def _need(command: Command, action: str, names: Sequence[str] = ()) -> dict[str,
 
 
 def _validate(command: Command) -> int:
-    """Print the failing services. As in monit 5.2.5, the exit code is 0 if a service is missing, has another type or
-    does not respond, and 1 in all other cases, even if nothing fails.
+    """Print the failing services. As in monit 5.2.5, the exit code is 0 if a service is missing, has the wrong type
+    or does not respond, and 1 in all other cases, even if nothing fails.
     """
     wrong = [service for service in _need(command, "show")["services"] if service["state"] == "failing"]
     for service in wrong:
@@ -256,7 +256,7 @@ def _list(command: Command) -> None:
 
 
 def _check(command: Command) -> int:
-    """Check the named files or, without names, the files of the deployed jobs."""
+    """Check the named files or, without names, the deployed jobs' files."""
     from agent_shim.supervisor.monit import parser
 
     named = [*command.words, *filter(None, [command.options.get("-c")])]

@@ -4,7 +4,7 @@ A pod may be probed every second, and starting an interpreter is expensive, so t
 nor other commands.
 
 ``live`` checks whether the agent's process is alive, without asking the agent itself. An agent that is slow, stopped or
-starved of CPU time is still alive, and a restart of its container would kill all jobs. ``ready`` does ask the agent.
+starved of CPU time is still alive, and restarting its container would kill all jobs. ``ready`` does ask the agent.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import socket
 import sys
 
 SOCKET = "bosh/agent_shim.sock"
-"""The path ``paths.Paths.control_socket``, relative to the base. It is repeated here to avoid the import, and a test
-checks that both definitions are equal.
+"""The path of the control socket (``paths.Paths.control_socket``), relative to the base. It is repeated here to avoid
+the import, and a test checks that both definitions are equal.
 """
 LOCK = "bosh/agent_shim.lock"
-"""The path ``paths.Paths.agent_lock``, relative to the base. An agent keeps this file locked for as long as it runs
-(``volume_lease``).
+"""The path of the agent lock (``paths.Paths.agent_lock``), relative to the base. An agent keeps this file locked for as
+long as it runs (``volume_lease``).
 """
 ANSWER_TIMEOUT_S = 10.0
 NO, NO_AGENT = 1, 69
 
 
 def read(words: list[str]) -> tuple[str, str] | None:
-    """Return the kind and the base directory of a probe if the command line has the usual form in a pod's manifest.
+    """Return the kind and the base directory of a probe if the command line has the form that is usual in pod
+    manifests.
 
     Return None for any other command line, which the full parser handles.
     """
@@ -40,7 +41,7 @@ def read(words: list[str]) -> tuple[str, str] | None:
 
 def main(question: tuple[str, str]) -> int:
     """Run the probe ``question`` (kind and base directory) and print the reason for the result. Return 0 on success, 1
-    on failure, and 69 if no agent runs or the agent does not answer.
+    on failure, and 69 if no agent is running or it does not answer.
     """
     kind, base = question
     return _live(base) if kind == "live" else _ready(base)

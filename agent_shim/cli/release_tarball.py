@@ -2,7 +2,7 @@
 
 The fields of release.MF, the order of packages and the layout of the result match those of the Go agent
 (releasetarball/compile.go, bosh-cli release/manifest/manifest.go). There are three differences. All entries are owned
-by root. In the source release, names may lack ``./``, and the entry for the directory ``packages`` may be missing. A
+by root. In the source release, names may lack ``./``, and the entry for the ``packages`` directory may be missing. A
 release that cannot be compiled is refused before anything is compiled. Only short-lived processes import this module.
 """
 
@@ -96,7 +96,7 @@ _TextLoader.add_constructor(_NULL, lambda *_: None)
 
 
 class _QuotingDumper(yaml.SafeDumper):
-    """A YAML dumper that also quotes texts that YAML 1.2 would read as numbers, such as the digest ``12e34``."""
+    """A YAML dumper that also quotes strings that YAML 1.2 would read as numbers, such as the digest ``12e34``."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002 - required by PyYAML
         super().increase_indent(flow, False)
@@ -123,7 +123,7 @@ def read_manifest(tarball: Path) -> ReleaseManifest:
 def parse_manifest(raw: bytes) -> ReleaseManifest:
     """Read release.MF. Raises ``ConfigError``."""
     try:
-        document = yaml.load(raw, Loader=_TextLoader)  # noqa: S506 - creates only texts, lists and mappings
+        document = yaml.load(raw, Loader=_TextLoader)  # noqa: S506 - creates only strings, lists and mappings
         return msgspec.convert(_without_nulls({} if document is None else document), ReleaseManifest, strict=False)
     except (yaml.YAMLError, UnicodeDecodeError, msgspec.ValidationError, RecursionError) as exc:
         raise ConfigError(f"cannot read {MANIFEST}: {yaml_errors.in_a_line(exc)}") from exc
@@ -171,7 +171,7 @@ def in_order(packages: Sequence[SourcePackage]) -> list[SourcePackage]:
 
 
 def extract_packages(tarball: Path, manifest: ReleaseManifest, directory: Path) -> Iterator[tuple[str, Path]]:
-    """Copy the tarball of each package of ``manifest`` to ``directory/NAME.tgz``. Yields the package's name and the
+    """Copy the tarball of each package in ``manifest`` to ``directory/NAME.tgz``. Yields the package's name and the
     path of the copy.
 
     Raises ``ArchiveError`` if a package is missing or is not listed in the manifest, and ``DigestError`` if its digest
@@ -266,7 +266,7 @@ def _write_packages(sink: packing.Sink, packages: Mapping[str, Path]) -> None:
 
 
 def _header(path: str, member: tarfile.TarInfo | None = None, *, size: int = 0) -> tarfile.TarInfo:
-    """Return a tar header with root as owner and without a modification time, so that the same sources result in the
+    """Return a tar header with root as owner and without a modification time, so that the same sources produce the
     same bytes.
     """
     header = tarfile.TarInfo(f"./{path}")

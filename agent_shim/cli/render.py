@@ -1,10 +1,10 @@
-"""``agent-shim render``: evaluate the templates of an instance group without a Director. The result is a spec directory
-for ``AgentShim.spec``.
+"""``agent-shim render``: evaluate an instance group's templates without a Director. The result is a spec directory for
+``AgentShim.spec``.
 
 The manifest describes a deployment, and all its variables must have values (``bosh interpolate``). Releases are
 directories with ``jobs``, or tarballs. If a tarball contains compiled packages, they are unpacked too. Ruby evaluates
 the templates (``render.rb``) with the properties and links that a Director would give them. Because source releases
-contain no compiled packages, there is a warning for each missing package.
+contain no compiled packages, a warning is printed for each missing package.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ EXECUTABLE: Final = 0o755
 COMPILE: Final = "use a compiled release (see `bosh-agent compile`)"
 LOOPBACK: Final = "127.0.0.1"
 INDEX: Final = "AGENT_SHIM_INDEX"
-"""Environment variable that replaces the option for the index. Every option that describes the instance has such a
-variable, so that all pods of a StatefulSet can have the same arguments.
+"""Environment variable that replaces the index option. Every option that describes the instance has such a variable, so
+that all pods in a StatefulSet can have the same arguments.
 """
 ADDRESS: Final = "AGENT_SHIM_ADDRESS"
 AZ: Final = "AGENT_SHIM_AZ"
@@ -60,7 +60,7 @@ class RenderedInstance:
 
     @property
     def id(self) -> str:
-        """The id, which is also the name of the pod."""
+        """The instance's id, which is also the pod's name."""
         return f"{self.group.name}-{self.index}"
 
 
@@ -148,8 +148,8 @@ def warn(warnings: Sequence[str]) -> None:
 
 
 def _below_here(releases: Sequence[Path]) -> list[str]:
-    """Return the paths of the releases for the Dockerfile. They must be below the current directory, because that is
-    the build context, and their names must differ, because they are copied into one directory.
+    """Return the release paths for the Dockerfile. They must be below the current directory, because that is the build
+    context, and their names must differ, because they are copied into one directory.
     """
     found: dict[str, str] = {}
     for release in releases:
@@ -177,7 +177,7 @@ def _wanted(group: Group, only: Sequence[str], manifest: Path) -> list[DeployedJ
 
 
 def _known(manifest: DeploymentManifest, releases: Sequence[ReleaseDirectory]) -> dict[tuple[str, str], ReleaseJob]:
-    """Return the jobs of all groups that are found in the releases, because any of them may provide a link."""
+    """Return the jobs in all groups, leaving out those that no release contains. Any of them may provide a link."""
     every = ((group.name, job) for group in manifest.instance_groups for job in group.jobs)
     return {(group, job.name): found for group, job in every if (found := deployment.find_job(job, releases))}
 
@@ -243,7 +243,7 @@ def _addresses(manifest: DeploymentManifest, instance: RenderedInstance, one: st
 
 
 def _filled(pattern: str, manifest: DeploymentManifest, group: Group, network: str, index: int) -> str:
-    """Return a pattern with its fields in braces replaced."""
+    """Return a pattern with the fields in braces replaced by their values."""
     fields = {
         "deployment": manifest.name,
         "group": group.name,
@@ -264,7 +264,7 @@ def _input(
     found: ReleaseJob,
     resolver: links.Resolver,
 ) -> dict[str, Any]:
-    """Return a job in the form in which ``render.rb`` reads it."""
+    """Return a job in the form that ``render.rb`` reads."""
     group = instance.group
     properties = _property_values(manifest, group, job, found)
     resolved = resolver.resolve(group, job)
@@ -359,7 +359,7 @@ def _network(manifest: DeploymentManifest, instance: RenderedInstance, name: str
 
 
 def _evaluated(jobs: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """Evaluate the templates, and return the resulting files of each job. Raises ``ConfigError`` with a line for each
+    """Evaluate the templates, and return each job's resulting files. Raises ``ConfigError`` with a line for each
     template that fails.
     """
     ruby = shutil.which("ruby")

@@ -1,6 +1,6 @@
-# Evaluates ERB templates of jobs as a Director does. Standard input is [{name, properties, spec, links, absent, templates: [{source,
-# target, text}]}]. Standard output is {files: {name: {target: text}}, errors: [{job, source, line, text}]}. Anything that a template
-# prints goes to standard error.
+# Evaluates the jobs' ERB templates as a Director does. Standard input is [{name, properties, spec, links, absent, templates:
+# [{source, target, text}]}]. Standard output is {files: {name: {target: text}}, errors: [{job, source, line, text}]}. Anything that
+# a template prints goes to standard error.
 require 'digest'
 require 'erb'
 require 'ipaddr'
@@ -22,7 +22,7 @@ end
 RESULT = $stdout.dup
 $stdout.reopen($stderr)
 
-# Templates may use these methods of ActiveSupport, which a Director loads for them.
+# Templates may use these ActiveSupport methods, which a Director loads for them.
 class Object
   def blank? = respond_to?(:empty?) ? !!empty? : !self
   def present? = !blank?
@@ -57,7 +57,7 @@ module Properties
   def find(name) = name.split('.').inject(@raw_properties) { |at, key| at.is_a?(Hash) ? at[key] : nil }
 end
 
-# if_p and if_link return this if a value is missing. Its else therefore runs the block.
+# The result of if_p and if_link if a value is missing. Its methods run the alternative, for example the block of `else`.
 Otherwise = Struct.new(:job) do
   def else = yield
   def else_if_p(*names, &block) = job.if_p(*names, &block)
@@ -156,7 +156,7 @@ def deep(value)
   end
 end
 
-# Return the line in the template and the error message. If ruby only says that something is nil, name the missing value.
+# Return the line in the template and the error message. If ruby says only that something is nil, name the missing value.
 def mistake(error, place, text)
   line = (error.backtrace || []).grep(/\A#{Regexp.escape(place)}:/).first.to_s[/:(\d+)/, 1]
   line ||= error.message[/#{Regexp.escape(place)}:(\d+)/, 1]

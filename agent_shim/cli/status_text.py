@@ -1,4 +1,4 @@
-"""Formats the status of a running agent as text."""
+"""Formats a running agent's status as text."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _moment(stamp: float) -> str:
 
 
 def shown_state(process: dict[str, Any]) -> str:
-    """Return the agent's own state of a service, which is more detailed than the one reported to the Director. If a
+    """Return the agent's own state for a service, which is more detailed than the one reported to the Director. If a
     running service fails a check, return ``failing``.
     """
     return "failing" if process["state"] == "failing" and process["phase"] == "running" else str(process["phase"])
@@ -119,7 +119,7 @@ def _header(status: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
 
 
 def _machine(vitals: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
-    """Return the usage of memory, CPU and disks in two lines. Unavailable figures are omitted."""
+    """Return memory, CPU and disk usage in two lines. Unavailable figures are omitted."""
     parts = []
     if memory := vitals.get("mem"):
         parts.append(f"memory {_share(memory['percent'], paint)} ({size(int(memory['kb']))})")
@@ -134,7 +134,7 @@ def _machine(vitals: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
 
 
 def _share(percent: str, paint: Paint) -> str:
-    """Return a percentage, in colour from 80 % on."""
+    """Return a percentage, coloured if it is 80 % or more."""
     number = float(percent)
     return paint(f"{percent} %", "wrong" if number >= 90 else "limited" if number >= 80 else "")
 

@@ -1,4 +1,4 @@
-"""``agent-shim try``: run the jobs of a release in a container on this machine, to try them out.
+"""``agent-shim try``: run a release's jobs in a podman or docker container, to try them out.
 
 The command performs the steps described in docs/without-director.md (compile, render and run). Files are copied into
 containers and out of them, so the podman or docker daemon may run on another machine.
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
         out = where / "rendered"
         tarball = args.release
         if about.packages:
-            # Find mistakes in the manifest now, because compiling may take many minutes.
+            # Find errors in the manifest now, because compiling may take many minutes.
             render.write(_arguments(args, manifest, tarball, where / "uncompiled"))
             tarball = _compiled(tool, args.image, args.release, where / "compiled")
         _say("render")
@@ -103,7 +103,7 @@ def _arguments(args: argparse.Namespace, manifest: Path, release: Path, out: Pat
 
 
 def _compiled(tool: str, image: str, release: Path, out: Path) -> Path:
-    """Compile a source tarball in a container of the image, and return the path of the compiled release."""
+    """Compile a source tarball in a container created from the image, and return the path of the compiled release."""
     began = time.monotonic()
     _say("compile")
     out.mkdir()
@@ -120,8 +120,8 @@ def _compiled(tool: str, image: str, release: Path, out: Path) -> Path:
 
 
 def _manifest(release: ReleaseDirectory, version: str, only: Sequence[str] | None, path: Path) -> Path:
-    """Write a manifest for a single instance that runs the jobs of a release with default properties. Errands are left
-    out unless ``only`` names them.
+    """Write a manifest for a single instance that runs a release's jobs with default properties. Errands are left out
+    unless ``only`` names them.
     """
     jobs = sorted(each.name for each in (release.directory / "jobs").iterdir() if each.is_dir())
     specs = {name: deployment.read_yaml(release.directory / "jobs" / name / "job.MF", JobSpec) for name in jobs}
@@ -168,7 +168,7 @@ def _is_running(tool: str, name: str) -> bool:
 
 
 def _run(tool: str, *words: str, check: bool = True, capture: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a command of podman or docker. Raises ``ShimError`` if it fails and ``check`` is set."""
+    """Run a podman or docker command. Raises ``ShimError`` if it fails and ``check`` is set."""
     pipe = subprocess.PIPE if capture else None
     done = subprocess.run([tool, *words], stdout=pipe, stderr=pipe, encoding="utf-8", errors="replace", check=False)
     if check and done.returncode != 0:

@@ -6,7 +6,7 @@ import msgspec
 
 
 class Stats(msgspec.Struct):
-    """Counters of the message bus since the bus object was created."""
+    """Counters for the message bus since the bus object was created."""
 
     attempts: int = 0
     """Number of connection attempts, including successful ones."""

@@ -1,4 +1,4 @@
-"""Finds mistakes in a configuration file: members with the wrong type, and unknown keys. For an unknown key, the most
+"""Finds errors in a configuration file: members with the wrong type, and unknown keys. For an unknown key, the most
 similar known key is suggested. This module performs no I/O.
 """
 
@@ -14,10 +14,10 @@ import msgspec
 
 
 def mistakes(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
-    """Yield an error text with the JSON path for each member of ``value`` that does not fit the type ``wanted``.
+    """Yield an error message with the JSON path for each member of ``value`` that does not fit the type ``wanted``.
 
     The member names in ``value`` must already be spelled as in ``wanted`` (``wire.normalized``). If a member's type has
-    a description, the error text contains it instead of the type's name.
+    a description, the message contains it instead of the type's name.
     """
     origin = typing.get_origin(wanted)
     is_union = origin in (types.UnionType, typing.Union)
@@ -43,8 +43,8 @@ def mistakes(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
 
 
 def unknown_keys(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
-    """Yield an error text for each key of ``value`` that is not a field of ``wanted``. The text suggests the most
-    similar known key at the same level or below.
+    """Yield an error message for each key of ``value`` that is not a field of ``wanted``. The message suggests the most
+    similar known key at the same level or nested under it.
     """
     known = {field.encode_name.lower(): field for field in msgspec.structs.fields(wanted)}
     for name, member in value.items() if isinstance(value, dict) else ():

@@ -1,7 +1,7 @@
 """Parses digest strings, which contain one or more digests of a blob, and checks data against the strongest of them.
 This module performs no I/O.
 
-The grammar, the order of strength and the error texts are those of bosh-utils (crypto/multiple_digest.go,
+The grammar, the order of strength and the error messages match bosh-utils (crypto/multiple_digest.go,
 crypto/digest.go). The digests are separated by ``;``, and each is ``algorithm:hex``, or only hex digits for sha1.
 """
 
@@ -51,7 +51,7 @@ class MultipleDigest(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> MultipleDigest:
-        """Parse a digest string. Raises ``DigestError`` with the same text as the Go agent."""
+        """Parse a digest string. Raises ``DigestError`` with the same message as the Go agent."""
         digests = []
         for piece in filter(None, text.split(";")):
             before, colon, after = piece.partition(":")

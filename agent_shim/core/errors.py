@@ -25,7 +25,7 @@ class ConfigError(ShimError):
 
 
 class SettingsError(ConfigError):
-    """The settings from the CPI cannot be used. The text contains the JSON path of the mistake."""
+    """The settings from the CPI cannot be used. The message contains the JSON path of the error."""
 
 
 class NotThereError(ShimError):
@@ -61,7 +61,7 @@ class NoAgentError(ShimError):
 
 
 class ActionError(ShimError):
-    """An action failed. The text goes to the Director inside ``exception.message``."""
+    """An action failed. The message is sent to the Director in ``exception.message``."""
 
 
 class BadArgumentsError(ActionError):
@@ -93,14 +93,14 @@ class LastingError(BlobError):
 
 
 class HostError(OSError):
-    """A system call failed. The exception has the ``errno``, and its text says what was attempted (``cannot mount /a on
-    /b``).
+    """A system call failed. The exception has the ``errno``, and its message says what was attempted (``cannot mount /a
+    on /b``).
     """
 
 
 @contextmanager
 def errors_as(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Convert exceptions of the given kinds, by default ``OSError``, to an ``ActionError`` with the text "WHAT:
+    """Convert exceptions of the given kinds, by default ``OSError``, to an ``ActionError`` with the message "WHAT:
     why".
     """
     wanted = kinds or (OSError,)

@@ -20,7 +20,7 @@ longer than this maximum, its next pause is ``FIRST_PAUSE_S`` again.
 """
 FAILURE_PERIOD_S: Final = 60.0
 MAX_FAILURES: Final = 5
-"""Number of failures of a vital task within ``FAILURE_PERIOD_S`` above which it is no longer restarted."""
+"""A vital task that fails more often than this within ``FAILURE_PERIOD_S`` is no longer restarted."""
 
 failures: Final[Counter[str]] = Counter()
 """Number of failures by task name, since the process started."""

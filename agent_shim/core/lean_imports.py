@@ -1,4 +1,4 @@
-"""Imports libraries without loading those of their dependencies that only unused features need."""
+"""Imports libraries without loading the dependencies that only their unused features need."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def preload(module: str, *unused: str) -> None:
 
 @contextmanager
 def without_authorities() -> Iterator[None]:
-    """Keep a library that is imported in this block from loading the system's CAs into a TLS context, which takes 30 to
-    70 ms and 0.8 MB.
+    """Keep a library that is imported in this block from loading the system's CAs into a TLS context. Loading them
+    takes 30 to 70 ms and 0.8 MB.
     """
     import ssl  # imported late, because a command without TLS does not need it
 

@@ -42,13 +42,13 @@ _SECRETS: Final = (
     re.compile(r"(?<=://)[^/@\s:]+:[^/@\s]+(?=@)"),
     re.compile(r"(?<=\?)[^\s\"'>]+(?=[\s\"'>]|$)"),
 )
-"""Patterns of private keys, ``user:password`` in a URL, and query strings (which contain the signature of signed
+"""Patterns for private keys, ``user:password`` in a URL, and query strings (which contain the signature of signed
 URLs).
 """
 
 
 def redacted(text: str) -> str:
-    """Remove secrets from a text. This is a safety net, because no secret should be logged in the first place."""
+    """Remove secrets from text. This is a safety net, because no secret should be logged in the first place."""
     if "?" in text or "://" in text or "-----BEGIN " in text:  # for speed, because most lines contain none of these
         for pattern in _SECRETS:
             text = pattern.sub("<redacted>", text)
@@ -59,7 +59,7 @@ _encode: Final = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
 def _members(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the additional JSON members of a log line, which the caller has passed as in ``logger.info(text,
+    """Return the additional JSON members that the caller has passed for a log line, as in ``logger.info(text,
     extra={"members": {…}})``.
     """
     members: dict[str, Any] = getattr(record, "members", {})
@@ -195,13 +195,13 @@ class _Stderr(logging.Handler):
 
 
 def is_json(form: str) -> bool:
-    """Return True if log lines should be JSON. If ``form`` is "", they are text on a terminal, otherwise JSON."""
+    """Return True if log lines should be JSON. If ``form`` is "", they are JSON unless stderr is a terminal."""
     return form == "json" or (form != "text" and not sys.stderr.isatty())
 
 
 def turn(steps: int) -> None:
-    """Change the log level by ``steps``. If the number is negative, more is logged. Errors are logged at every
-    level.
+    """Change the log level by ``steps``. A negative number lowers the level, so that more is logged. Errors are logged
+    at every level.
     """
     root = logging.getLogger()
     names = [name.upper() for name in LEVELS]

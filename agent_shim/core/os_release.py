@@ -12,8 +12,8 @@ def operating_system(text: str) -> str:
     """Return a name such as ``ubuntu-noble`` for the text of an os-release file. Raises ``ValueError`` if ``ID`` or
     ``VERSION_CODENAME`` is missing.
 
-    The stemcell file ``operating_system`` cannot be used for this. It contains ``ubuntu`` even on Debian, because it is
-    passed to the Go agent as option ``-P``, and that agent does not support Debian.
+    The stemcell's ``operating_system`` file cannot be used for this. It contains ``ubuntu`` even on Debian, because it
+    is passed to the Go agent as the ``-P`` option, and that agent does not support Debian.
     """
     members = dict(_assigned(text))
     for name in ("ID", "VERSION_CODENAME"):

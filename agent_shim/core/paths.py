@@ -1,8 +1,9 @@
 """The paths of all files that an agent uses, below one base directory.
 
 ``Paths()`` is the tree of a BOSH machine. ``Paths(DIR)`` is the same tree below ``DIR``, which replaces ``/var/vcap``.
-Files in ``/etc`` correspond to files in ``DIR/etc``. The agent then writes nothing outside ``DIR`` and reads nothing in
-the real ``/var/vcap``. Names and locations are those of the Go agent (settings/directories/directories_provider.go).
+Files in ``/etc`` correspond to files in ``DIR/etc``. With such a base, the agent writes nothing outside ``DIR`` and
+reads nothing in the real ``/var/vcap``. Names and locations match the Go agent
+(settings/directories/directories_provider.go).
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ class Paths:
         mounted.
         """
         self.keepers = self.bosh / "keepers"
-        """Directory of the keepers' sockets, which only the agent's user may enter. Like the control socket, it is not
+        """Directory for the keepers' sockets, which only the agent's user may enter. Like the control socket, it is not
         below ``data``.
         """
         self.shut_down = self.bosh / "shut_down"
-        """File that contains the agent's id if the Director has shut it down."""
+        """File that contains the agent's id if the Director has shut the agent down."""
         self.managed_disk = self.bosh / "managed_disk_settings.json"
         self.taken_down = self.bosh / "taken_down_disks.json"
         """List of unmounted disks whose marker does not exist or could not be updated, so that only this file shows
@@ -84,15 +85,17 @@ class Paths:
         self.compile = self.data / "compile"
         self.dynamic_disks = self.data / "dynamic_disks"
         self.mirror = self.data / "bosh"
-        """Files that survive a reset of the root file system: the copy of ``bosh``, and the supervisor's state."""
+        """Files that survive a reset of the root file system: a copy of the ``bosh`` directory, and the supervisor's
+        state.
+        """
         self.supervisor_state = self.mirror / "supervisor.json"
         self.data_sys = self.data / "sys"
         self.log = self.data_sys / "log"
         self.run = self.data_sys / "run"
         self.shim_run = self.run / "agent_shim"
-        """Run-time files of this agent, such as captured output."""
+        """This agent's run-time files, such as captured output."""
 
-        # --- environment of jobs --------------------------------------------------------------------------------------
+        # --- job environment ------------------------------------------------------------------------------------------
         self.sys = base / "sys"
         """A link to ``data/sys``."""
         self.jobs = base / "jobs"

@@ -19,7 +19,7 @@ def line(text: str) -> str:
 
 
 def lines(text: str) -> str:
-    """Return a text of several lines with unsafe characters escaped. Line breaks and tabs are preserved."""
+    """Return multi-line text with unsafe characters escaped. Line breaks and tabs are preserved."""
     return text if text.isprintable() else _escaped(text, "\n\t")
 
 
@@ -28,8 +28,8 @@ def _escaped(text: str, kept: str) -> str:
 
 
 def number(character: str) -> str:
-    """Return a character as a JSON escape sequence. All texts use this form of escape, because it keeps a JSON document
-    valid.
+    """Return a character as a JSON escape sequence. This form of escape is used for all output, because it keeps a JSON
+    document valid.
     """
     units = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{int.from_bytes(units[at : at + 2]):04x}" for at in range(0, len(units), 2))

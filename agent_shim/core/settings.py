@@ -1,5 +1,5 @@
-"""Parses agent.json and the settings that a CPI writes, decides which settings take precedence, and describes mistakes
-in them. This module performs no I/O.
+"""Parses agent.json and the settings that a CPI writes, decides which settings take precedence, and describes errors in
+them. This module performs no I/O.
 
 Field names and precedence follow the Go agent (app/config.go, settings/settings.go, settings/update_settings.go).
 Unused keys are ignored. Null means absent.
@@ -30,7 +30,7 @@ CPI_SETTINGS: Final = (
 )
 """Settings files that container CPIs write. All of these CPIs except the Kubernetes CPI write the first file."""
 MAX_MISTAKES: Final = 20
-"""Maximum number of mistakes that one error lists."""
+"""Maximum number of problems that are listed in one error message."""
 _PORT: Final = "(?:[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 LISTENER: Final = rf"\A(?:off|(?P<host>.+):(?P<port>{_PORT}))\Z"
 Listener = Annotated[str, msgspec.Meta(pattern=LISTENER, description="ADDR:PORT or off")]
@@ -45,7 +45,7 @@ Level = Annotated[
 
 
 class Source(msgspec.Struct, frozen=True, rename="pascal"):
-    """An element of ``Infrastructure.Settings.Sources``. Only the type ``File`` makes sense in a container."""
+    """An element of ``Infrastructure.Settings.Sources``. Only the ``File`` type makes sense in a container."""
 
     type: str
     settings_path: str = ""
@@ -60,7 +60,7 @@ class Infrastructure(msgspec.Struct, frozen=True, rename="pascal"):
 
 
 class SshOptions(msgspec.Struct, frozen=True):
-    """Options of the ssh server that the agent starts if none is running."""
+    """Options for the ssh server that the agent starts if none is running."""
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 22
 
@@ -77,7 +77,7 @@ class MonitOptions(msgspec.Struct, frozen=True):
     """Options for replacing monit. ``http`` is the address of monit's API, and ``mail`` is the address to which monit
     sends alerts under the Go agent. Each is ``ADDR:PORT`` or ``off``.
 
-    The default "" stands for the usual port if the base directory is ``/var/vcap``, and otherwise for ``off``.
+    The default "" means the usual port if the base directory is ``/var/vcap``, and otherwise ``off``.
     """
 
     http: OptionalListener = ""
@@ -89,22 +89,20 @@ class MonitOptions(msgspec.Struct, frozen=True):
 
 
 class LogOptions(msgspec.Struct, frozen=True, rename="camel"):
-    """Options for the rotation of job logs, which is enabled by ``rotate``. Sizes are written as in logrotate
-    (``50M``).
-    """
+    """Options for job log rotation, which ``rotate`` enables. Sizes are written as in logrotate (``50M``)."""
 
     rotate: bool = True
     size: Size = "50M"
     """Maximum size of a file. ``properties.logging.max_log_file_size`` from the Director takes precedence."""
     keep: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 7
     total: Size = "1G"
-    """Maximum size of all archives together."""
+    """Maximum total size of all archives."""
     period: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     """Seconds between two checks."""
 
 
 class ShimOptions(msgspec.Struct, frozen=True, rename="camel"):
-    """Options of this agent, under the key ``AgentShim``, which the Go agent ignores."""
+    """Options of this agent, under the ``AgentShim`` key, which the Go agent ignores."""
 
     http: Listener = "0.0.0.0:9190"
     """Address of the HTTP server for metrics and probes, as ``ADDR:PORT``, or ``off``."""
@@ -119,7 +117,7 @@ class ShimOptions(msgspec.Struct, frozen=True, rename="camel"):
     firewall: bool = True
     """If the agent is allowed to set packet filter rules, use them to keep jobs from connecting to the bus."""
     job_logs: bool = False
-    """Copy the log files of jobs to standard output."""
+    """Copy the jobs' log files to standard output."""
     bpm: BpmOptions = BpmOptions()
     logs: LogOptions = LogOptions()
     monit: MonitOptions = MonitOptions()
@@ -127,7 +125,7 @@ class ShimOptions(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class AgentConfig(msgspec.Struct, frozen=True):
-    """Content of agent.json. Its ``Platform`` part configures disks and networks of machines and is ignored."""
+    """Content of agent.json. Its ``Platform`` part, which configures a machine's disks and networks, is ignored."""
 
     infrastructure: Infrastructure = msgspec.field(default=Infrastructure(), name="Infrastructure")
     shim: ShimOptions = msgspec.field(default=ShimOptions(), name="AgentShim")
@@ -152,7 +150,7 @@ _OF_THE_GO_AGENT: Final = frozenset({"platform", "infrastructure"})
 
 
 def parse_config(raw: bytes, *, origin: str, unknown: list[str] | None = None) -> AgentConfig:
-    """Parse the content of agent.json. Raises ``ConfigError``, which lists up to ``MAX_MISTAKES`` mistakes and gives
+    """Parse the content of agent.json. Raises ``ConfigError``, which lists up to ``MAX_MISTAKES`` problems and gives
     ``origin`` as the name of the file.
 
     For each unknown key, at the top level or in ``AgentShim``, a line is appended to ``unknown``. The Go agent's own
@@ -173,7 +171,7 @@ def parse_config(raw: bytes, *, origin: str, unknown: list[str] | None = None) -
 
 
 class Cert(msgspec.Struct, frozen=True):
-    """A client certificate with its key, and the CA of the bus, all in PEM."""
+    """A client certificate with its key, and the bus's CA, all in PEM."""
 
     ca: str = ""
     certificate: str = ""
@@ -294,7 +292,7 @@ class VmSettings(msgspec.Struct, frozen=True):
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """The settings document of a CPI."""
+    """The settings document that a CPI writes."""
 
     agent_id: str = ""
     vm: VmSettings = VmSettings()
@@ -336,8 +334,8 @@ class UpdateSettings(msgspec.Struct, frozen=True):
 def parse(raw: bytes, *, origin: str, ignored: list[str] | None = None) -> Settings:
     """Read and check a settings document.
 
-    Errors refer to the document as ``origin`` and include the JSON path. For each member of a wrong type that the Go
-    agent does not read, a line is appended to ``ignored``.
+    Errors refer to the document as ``origin`` and include the JSON path. For each member with the wrong type that the
+    Go agent does not read, a line is appended to ``ignored``.
     """
     settings = _decoded(raw, Settings, origin, ignored)
     if not settings.agent_id:
@@ -362,7 +360,7 @@ def _decoded(raw: bytes, wanted: type[T], origin: str, ignored: list[str] | None
 
 
 def _placed(exc: ValueError, raw: bytes) -> str:
-    """Return the error text, with a byte offset at its end replaced by the line and column."""
+    """Return the error message, with a byte offset at its end replaced by the line and column."""
     text = str(exc)
     head, found, tail = text.rpartition("(byte ")
     number = tail.removesuffix(")")
@@ -374,7 +372,7 @@ def _placed(exc: ValueError, raw: bytes) -> str:
 
 
 def _converted(document: Any, wanted: type[T], ignored: list[str] | None = None) -> T:
-    """Convert a document. Raises ``ValueError`` with the first ``MAX_MISTAKES`` mistakes."""
+    """Convert a document. Raises ``ValueError`` with the first ``MAX_MISTAKES`` problems."""
     try:
         return wire.convert(document, wanted, ignored)
     except msgspec.ValidationError as exc:
@@ -396,7 +394,7 @@ def require_bus(found: Effective, origin: str) -> None:
 
 def _is_bus(url: str) -> bool:
     parts = bus_address(url)
-    # An https address may lack a host, because then the agent itself listens on all addresses.
+    # The host is optional in an https address. Without one, the agent, which is the server, listens on all addresses.
     return parts.scheme == "https" or (parts.scheme == "nats" and bool(parts.hostname))
 
 
@@ -404,7 +402,7 @@ def _is_bus(url: str) -> bool:
 
 
 class Mbus(msgspec.Struct, frozen=True):
-    """Addresses and credentials of the message bus."""
+    """Addresses and credentials for the message bus."""
 
     urls: tuple[str, ...]
     ca: str
@@ -418,7 +416,7 @@ class Mbus(msgspec.Struct, frozen=True):
 
 
 class Effective(msgspec.Struct, frozen=True):
-    """The settings of the CPI combined with ``update_settings``."""
+    """The CPI's settings combined with ``update_settings``."""
 
     source: Settings
     update: UpdateSettings
@@ -429,20 +427,20 @@ class Effective(msgspec.Struct, frozen=True):
 
     @property
     def mbus(self) -> Mbus:
-        """Addresses and credentials of the bus, chosen by precedence.
+        """Bus addresses and credentials, chosen by precedence.
 
         URLs come from ``update_settings``, otherwise from ``env.bosh.mbus.urls``, otherwise from ``mbus``. Credentials
-        come from ``update_settings`` if they have a CA, unless the certificate in ``env.bosh.mbus`` is valid from a
-        later time. In that case, the settings document was changed after the Director's update, for example by rotating
-        a Secret.
+        come from ``update_settings`` if it contains a CA, unless the certificate in ``env.bosh.mbus`` became valid
+        later. In that case, the settings document was changed after the Director's update, for example by rotating a
+        Secret.
         """
         theirs, env = self.update.mbus.cert, self.source.env.bosh.mbus.cert
         return self._mbus(theirs if theirs.ca and not _begins(env) > _begins(theirs) else env)
 
     @property
     def asked_mbus(self) -> Mbus:
-        """Addresses of the bus with the credentials from the last ``update_settings``, even if ``mbus`` uses the
-        certificate in ``env.bosh.mbus`` instead because that one is newer.
+        """Bus addresses with the credentials from the last ``update_settings``, even if ``mbus`` uses a newer
+        certificate from ``env.bosh.mbus`` instead.
         """
         return self._mbus(self.update.mbus.cert) if self.update.mbus.cert.ca else self.mbus
 
@@ -471,7 +469,7 @@ class Effective(msgspec.Struct, frozen=True):
 
     @property
     def name_servers(self) -> list[str]:
-        """Name servers of the network that is the default for DNS or, if there is only one network, of that network
+        """Name servers of the default network for DNS or, if there is only one network, those of that network
         (settings/settings.go).
         """
         networks = [network for network in self.source.networks.values() if network.type != "vip"]
@@ -485,7 +483,7 @@ NATS_PORT: Final = 4222
 
 
 def bus_address(url: str) -> SplitResult:
-    """Split an address of the bus. For an invalid address the parts are empty and the port is None.
+    """Split a bus address. For an invalid address the parts are empty and the port is None.
 
     An address is also invalid if its password contains an unescaped character such as ``/``, because the host would end
     there, and the user and the beginning of the password would be taken for host and port.

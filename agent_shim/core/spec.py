@@ -18,7 +18,7 @@ from agent_shim.core.wire import INT64, DigestText
 
 
 class Template(msgspec.Struct, frozen=True):
-    """A job of a release, rendered for this instance."""
+    """A job from a release, rendered for this instance."""
 
     name: str = ""
     version: str = ""
@@ -92,8 +92,8 @@ class ApplySpec(msgspec.Struct, frozen=True):
 
     @property
     def jobs(self) -> list[Template]:
-        """The jobs of the instance group, or an empty list before the first full spec, which has no rendered templates
-        (v1_apply_spec.go, Jobs).
+        """The jobs of the instance group, or an empty list if the spec has no rendered templates, as before the first
+        full spec (v1_apply_spec.go, Jobs).
         """
         return [] if self.rendered_templates_archive is None else self.job.templates or []
 

@@ -1,7 +1,7 @@
 """Decodes requests from bytes and encodes replies to bytes. This module performs no I/O.
 
-Formats and limits are those of the Go agent (handler/request.go, handler/perform_handler_with_json.go). Null values and
-the case of member names are treated as leniently as by Go's encoding/json, because callers may rely on that.
+Formats and limits match the Go agent (handler/request.go, handler/perform_handler_with_json.go). Null values and the
+case of member names are treated as leniently as by Go's encoding/json, because callers may rely on that.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def decode_request(data: bytes) -> Request:
 # --- JSON as Go reads it ----------------------------------------------------------------------------------------------
 
 MAX_DEPTH: Final = 400
-"""Maximum nesting depth of a document. A Director sends documents of at most 100 levels (``max_nesting`` of Ruby's
+"""Maximum nesting depth of a document. A Director sends documents of at most 100 levels (``max_nesting`` in Ruby's
 JSON).
 """
 _ESCAPE: Final = r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[dD][89a-fA-F][0-9a-fA-F]{2}|(?s:.))"
@@ -80,7 +80,7 @@ _DECODER: Final = msgspec.json.Decoder(float_hook=float)
 1.7 s for a megabyte of ``1e308``.
 """
 _MAX_INTEGER_DIGITS: Final = 100
-"""Maximum number of digits of an integer. Python refuses to read very long integers, and the protocol has none."""
+"""Integers with more digits than this are read as floats, because Python refuses to convert very long integers."""
 
 
 def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
@@ -155,7 +155,8 @@ def encode_exception(message: str, *, limit: int | None = None) -> bytes:
         return reply
     keep = len(message)
     while len(reply) > limit:
-        # Escapes make the JSON longer than the text, so shrink it by the measured ratio, and by at least one character.
+        # Escapes make the JSON longer than the text, so shrink the text by the measured ratio, and by at least one
+        # character.
         keep = min(keep - 1, int(keep * limit / len(reply)))
         head = keep // 2
         reply = _exception(message[:head] + TRUNCATED + message[len(message) - (keep - head) :])
@@ -163,7 +164,7 @@ def encode_exception(message: str, *, limit: int | None = None) -> bytes:
 
 
 def _exception(message: str) -> bytes:
-    # A lone surrogate (undecodable output of a script) has no UTF-8 form.
+    # A lone surrogate (from undecodable script output) has no UTF-8 form.
     clean = message.encode("utf-8", "replace").decode()
     return msgspec.json.encode({"exception": {"message": clean} if clean else {}})
 
@@ -180,8 +181,8 @@ def convert(value: Any, wanted: type[T] | Any, ignored: list[str] | None = None)
 
 
 def normalized(value: Any, wanted: Any, ignored: list[str]) -> Any:
-    """Prepare ``value`` for conversion to ``wanted``: spell member names as in ``wanted``, replace null by zero values,
-    and drop unknown members (see ``convert``).
+    """Prepare ``value`` for conversion to ``wanted``: spell member names as in ``wanted``, replace null with zero
+    values, and drop unknown members (see ``convert``).
     """
     if "digest" in _extra(wanted):
         # Go's ``MultipleDigest.UnmarshalJSON`` parses the JSON text of any value, without the quotes.

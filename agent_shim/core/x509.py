@@ -1,5 +1,5 @@
-"""Finds certificates in a PEM text, and the start and end of their validity. Parses only as much DER (X.690, RFC 5280)
-as is needed for this.
+"""Finds the certificates in PEM text, and the start and end of their validity periods. Parses only as much DER (X.690,
+RFC 5280) as is needed for this.
 
 Certificates are not verified here.
 """
@@ -36,8 +36,8 @@ def blocks(pem: str) -> Iterator[str]:
 
 
 def readable(pem: str) -> tuple[list[str], list[int]]:
-    """Return the certificate blocks of ``pem`` that OpenSSL can read, and the numbers, from 1, of the blocks that it
-    cannot read.
+    """Return the certificate blocks of ``pem`` that OpenSSL can read, and the numbers (starting at 1) of the blocks
+    that it cannot read.
     """
     good, bad = [], []
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

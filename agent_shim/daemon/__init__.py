@@ -1,1 +1,1 @@
-"""The daemon: boot, wiring of services and edges, job recovery, and shutdown."""
+"""The daemon: boot, the wiring between services and edges, job recovery, and shutdown."""

@@ -1,5 +1,5 @@
-"""Boots the agent in named, idempotent steps. Each step is timed, and logged with its outcome or the reason why it was
-skipped.
+"""Boots the agent in named, idempotent steps. Each step is timed, and its outcome, or the reason for skipping it, is
+logged.
 
 The order of the steps and the file modes follow the Go agent (agent/bootstrap.go, platform/linux_platform.go). Steps
 that configure a machine (interfaces, partitions, mounts over system directories) are omitted in a container.
@@ -41,13 +41,13 @@ LEFT_TO_THE_CONTAINER: Final = (
     "shared memory",
     "log, opt and home directories",
 )
-"""Boot steps of the Go agent that are omitted, because the container runtime has already done them."""
+"""The Go agent's boot steps that are omitted here, because the container runtime has already done them."""
 
 GO_AGENT_PASSWORD: Final = "random-password"  # noqa: S105 - this password is public
 """The password that the Go agent always writes to monit.user."""
 
 RUN: Final = Path("/run")
-"""Run-time directory of system daemons. It is an emptyDir if the root file system is read-only."""
+"""The system daemons' run-time directory. It is an emptyDir if the root file system is read-only."""
 
 NOT_ROOT: Final = "needs root and the base directory /var/vcap"
 
@@ -116,11 +116,11 @@ def directories(paths: Paths) -> list[tuple[Path, int, str | None]]:
 
 
 def make_tree(paths: Paths) -> None:
-    """Create the directories and the link ``sys``.
+    """Create the directories and the ``sys`` link.
 
     The kubelet makes every emptyDir world-writable. This permission is removed, because a job could otherwise replace
-    directories with programs that root runs. All users are allowed to enter volumes, because some provisioners create
-    them with mode 0750.
+    directories that contain programs run by root. All users are allowed to enter volumes, because some provisioners
+    create them with mode 0750.
     """
     if os.geteuid() == 0:
         for path in filter(Path.is_dir, (paths.base, paths.data)):
@@ -216,8 +216,8 @@ async def _authorize_keys(agent: Agent, keys: list[str]) -> str | None:
 
 
 async def _put_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
-    """Boot step: mount a tmpfs on each directory for which ``env.bosh`` requests one. These can be the directories of
-    rendered jobs, of blobs with secrets, and of run files. Return the reason if nothing is mounted, or None.
+    """Boot step: mount a tmpfs on each directory for which ``env.bosh`` requests one. These can be the directories for
+    rendered jobs, blobs with secrets, and run files. Return the reason if nothing is mounted, or None.
     """
     wanted = {}
     if bosh.job_dir.tmpfs:
@@ -251,10 +251,10 @@ async def _write_time_servers(paths: Paths, servers: list[str]) -> str | None:
 
 
 def _kill_one_process(paths: Paths) -> str | None:
-    """Boot step: when memory runs out, let the kernel kill only one process of this container instead of the agent and
+    """Boot step: when memory runs out, let the kernel kill only one process in this container instead of the agent and
     all jobs. Return the reason if nothing was changed, or None.
 
-    This only works if the container's cgroup is writable, as in privileged pods. An agent that is not root can also do
+    This works only if the container's cgroup is writable, as in privileged pods. An agent that is not root can also do
     this if the runtime delegates the cgroup to it (runc with ``cgroup_writable``), because ``memory.oom.group`` is one
     of the files that are delegated (/sys/kernel/cgroup/delegate).
     """

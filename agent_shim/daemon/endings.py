@@ -1,10 +1,12 @@
 """The three ways in which an agent stops its jobs before it exits or becomes idle.
 
-| ending | cause | the bus |
+| ending | cause | effect on the bus |
 |---|---|---|
 | orderly stop | the container is being stopped | the agent answers the Director until it exits |
-| shutdown | the Director deletes the instance | left once the jobs are stopped. A restarted agent stays idle |
-| takeover stop | another agent has taken a volume | left immediately |
+| shutdown | the Director deletes the instance | the agent disconnects once the jobs are stopped |
+| takeover stop | another agent has taken a volume | the agent disconnects immediately |
+
+After a shutdown, the agent stays idle even if it is restarted.
 """
 
 from __future__ import annotations

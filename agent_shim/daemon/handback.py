@@ -33,8 +33,8 @@ def hand_back(paths: Paths) -> list[str]:
 
     Raises ``AlreadyRunningError`` while an agent is running, ``NotThereError`` if the base does not exist, and
     ``HostError`` after any other failure. If the file that names the jobs or the disks cannot be read, nothing is
-    removed. A partial removal would leave the markers on unknown disks, which the Go agent does not update, and these
-    would mislead a later agent.
+    removed. A partial removal would leave markers on unknown disks. The Go agent would not update these markers, so
+    they would mislead a later agent.
     """
     if not paths.base.is_dir():
         raise NotThereError(f"cannot hand back: there is no directory {paths.base} (set the base with -b)")
@@ -112,8 +112,8 @@ def _disks(paths: Paths, known: Mapping[str, hints.DiskSettings]) -> Iterator[st
 
 def _firewall(paths: Paths) -> Iterator[str]:
     """Remove the agent's nftables table, and yield a line for the report if that fails. The Go agent has its own table
-    and would not update this one. If the addresses of the bus changed later, this table would still block jobs from the
-    old addresses.
+    and would not update this one. If the bus addresses changed later, this table would still block jobs from the old
+    addresses.
     """
     if paths.is_system and nftables.is_installed():
         try:

@@ -47,7 +47,7 @@ class RecoveryPace(msgspec.Struct, frozen=True):
 
 
 class JobRecovery:
-    """Starts the jobs again after a restart of the container or the agent. ``begin`` is called as a boot step. If it
+    """Starts the jobs again after the container or the agent has restarted. ``begin`` is called as a boot step. If it
     cannot start the jobs yet, the task ``run`` keeps trying. ``alert`` is called with each new obstacle.
     """
 
@@ -130,8 +130,8 @@ class JobRecovery:
         return missing_files(self._agent) or await self._agent.disks.problem()
 
     def _record_obstacle(self, obstacle: str) -> None:
-        """Record an obstacle ("" for none), and do not let the jobs start yet. A new obstacle is logged and reported as
-        an alert once.
+        """Hold the jobs back and record the obstacle, which is "" while the start is merely being prepared. A new
+        obstacle is logged and reported as an alert once.
         """
         self.obstacle = obstacle
         self._agent.supervisor.hold(obstacle)
@@ -163,7 +163,8 @@ class JobRecovery:
 
 
 def jobs_live(paths: Paths) -> bool:
-    """Return True if a process that an agent started or watched for a job is still alive in this container. Blocks.
+    """Return True if a process that an agent started or watched for a job is still alive in this container. This
+    function blocks.
 
     In a new container, the result is always False.
     """
@@ -177,10 +178,10 @@ def jobs_live(paths: Paths) -> bool:
 
 
 def twin(leases: VolumeLeases, paths: Paths, source: Settings) -> str:
-    """Return a text that names a disk of this agent and another agent that uses it, or "" if there is none. Only agents
-    with the same ``agent_id`` are considered, such as this agent's predecessor.
+    """Return a message that names one of this agent's disks and another agent that uses it, or "" if there is none.
+    Only agents with the same ``agent_id`` are considered, such as this agent's predecessor.
 
-    Blocks while it reads from the disks. A disk that cannot be read is treated as unused.
+    This function blocks while it reads from the disks. A disk that cannot be read is treated as unused.
     """
     for cid, disk in hints.known(source.disks.persistent, source.env, hints.load(paths.disk_hints)).items():
         if disk.place is None or (marker := markers.read(disk.place)) is None or not marker.role:

@@ -1,5 +1,5 @@
-"""The daemon process. Sets up its signals and sockets, and does everything that has to be done before the settings are
-known.
+"""Runs the daemon process: sets up its signals and sockets, and does everything that has to be done before the settings
+are known.
 
 After that, ``runtime`` does the work, and this module forwards requests from operators and monitoring systems.
 """
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 THREADS: Final = 6
 """Number of threads for blocking calls, independent of the number of processors."""
 NAME: Final = "bosh-agentmonit"
-"""Name of the process, which can have at most 15 characters. Both `pgrep monit`, which scripts use, and `pgrep
-bosh-agent` find it.
+"""Name of the process, at most 15 characters long. Both `pgrep monit`, which scripts use, and `pgrep bosh-agent` find
+it.
 """
 RIVAL_POLL_S: Final = 1.0
 """Seconds between checks of whether another agent still uses the same volumes."""
@@ -73,8 +73,8 @@ def main(options: RunOptions) -> int:
 
         tail.stream(options.paths.log, as_json=log.is_json(form), out=sys.stdout)
     process.take_name(NAME)
-    # Keep asyncio.run from installing its own handler for SIGINT. When the agent later replaced that handler, asyncio
-    # would load the module inspect (0.4 MB) to describe the task.
+    # Keep asyncio.run from installing its own handler for SIGINT. Otherwise, asyncio would import the inspect module
+    # (0.4 MB) when the agent later replaces that handler.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return asyncio.run(Daemon(options, config).serve())
 
@@ -124,7 +124,7 @@ class Daemon:
     async def serve(self) -> int:
         """Boot, answer requests, and exit on SIGTERM or SIGINT, leaving the jobs running.
 
-        As PID 1 of a container, the daemon first stops the jobs in order, because the container stops when PID 1 exits.
+        As PID 1 in a container, the daemon first stops the jobs in order, because the container stops when PID 1 exits.
         """
         process.default_signals()
         process.disable_core_dumps()

@@ -1,6 +1,6 @@
 """Runs only the supervisor, as a replacement for monit under another agent: ``agent-shim monit -c MONITRC``.
 
-It reads monit's control file and job files, serves monit's HTTP interface, mails events, and behaves like monit under
+It reads monit's control file and job files, serves monit's HTTP interface, emails events, and behaves like monit under
 runit and systemd: when it exits, jobs keep running, and the next daemon adopts them. Monit's own state file (state.c)
 is updated too, so that monit knows which services are monitored if it takes over again.
 """
@@ -60,7 +60,7 @@ class MonitDaemonOptions(msgspec.Struct, frozen=True):
     """Address on which metrics and probes are served, or ``off``."""
     log_level: str = "info"
     has_bpm: bool = False
-    """True if agent_shim runs the processes of bpm.yml files itself. Otherwise the release's own bpm runs them, and is
+    """True if agent_shim runs the processes in bpm.yml files itself. Otherwise the release's own bpm runs them, and is
     itself run like any other program.
     """
 
@@ -80,7 +80,7 @@ class MonitDaemon:
 
     def __init__(self, options: MonitDaemonOptions, control: control_file.Control) -> None:
         self._options, self._paths = options, options.paths
-        # Do not store the state on a persistent disk, because the agent of this machine unmounts disks.
+        # Do not store the state on a persistent disk, because this machine's agent unmounts disks.
         self._paths.supervisor_state = self._paths.bosh / "monit.json"
         self._control = control
         self._begun_at = time.monotonic()
@@ -107,7 +107,7 @@ class MonitDaemon:
         self._vitals = Vitals(self._paths, self._paths.store.is_mount)
 
     async def serve(self) -> int:
-        """Supervise until SIGTERM or SIGINT, after which the jobs keep running. On SIGHUP, read the files again."""
+        """Supervise the services until SIGTERM or SIGINT, but leave the jobs running. On SIGHUP, reread the files."""
         process.default_signals()
         process.raise_file_limit()
         asyncio.get_running_loop().set_default_executor(blocking.pool(THREADS))
@@ -228,7 +228,7 @@ class MonitDaemon:
         self._alerts.raise_alert(event.service, event.event, event.action, event.description, ())
 
     async def _retry_mails(self) -> NoReturn:
-        """Try to send the unsent mails once per cycle. Mails that still cannot be sent are stored in a file, so that
+        """Try to send the unsent emails once per cycle. Those that still cannot be sent are stored in a file, so that
         the next daemon can send them.
         """
         kept: list[bytes] | None = None
@@ -246,7 +246,7 @@ class MonitDaemon:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a request from the command ``monit`` or from a client of monit's HTTP interface."""
+        """Answer a request from the ``monit`` command or from a client of monit's HTTP interface."""
         if asked := {"reload": self._reload, "quit": self._stop}.get(str(request.get("action"))):
             asked.set()
             found: dict[str, Any] = {"services": []}

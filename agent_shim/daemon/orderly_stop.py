@@ -1,8 +1,8 @@
-"""The orderly stop of all jobs before a container terminates, triggered by a preStop hook, SIGTERM to PID 1, or
-``drain``.
+"""Stops all jobs in order before a container terminates. A preStop hook, SIGTERM to PID 1, or ``drain`` triggers this
+orderly stop.
 
-First, the pre-stop and then the drain scripts of all jobs run, and every process stays up until the last drain script
-has finished. Then the processes are stopped, and the post-stop scripts run. All of this has to fit into the grace
+First, all pre-stop scripts run, then all drain scripts. Every process keeps running until the last drain script has
+finished. After that, the processes are stopped, and the post-stop scripts run. All of this has to fit into the grace
 period, whose last seconds are reserved for SIGKILL. If the Director's ``stop`` has already stopped the jobs, no scripts
 run. The jobs are not marked as stopped, because the Director still wants them to run, so they start again with the
 container.
@@ -90,7 +90,7 @@ class OrderlyStop(msgspec.Struct):
         if not await ended_before(self.hurry, working, until - time.monotonic()):
             self.reasons.append(f"{name} scripts were cut short")
             working.cancel()
-            # Terminating the scripts may take half of the remaining time. The other half is left for stopping the
+            # Terminating the scripts may take half of the remaining time. The other half is reserved for stopping the
             # processes.
             half = max(0.0, self.ends_at - time.monotonic()) / 2
             await asyncio.wait({working}, timeout=min(half, HURRIED_SCRIPT_END_S) if self.hurry.is_set() else half)

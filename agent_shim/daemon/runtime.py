@@ -1,9 +1,9 @@
 """Runs the agent once its settings are known: connects services and edges, runs the named root tasks, and shuts down.
 
-Root tasks handle failures of their environment and never return, so a root task ends only because of a bug. It is then
-restarted without affecting the other tasks. If the bus, the task lane or the heartbeat keeps failing, or the supervisor
-loses a service, the daemon exits with a traceback, and the container's init restarts the agent. Jobs keep running in
-all these cases.
+Root tasks handle failures in their environment and never return, so a root task ends only because of a bug. If that
+happens, the task is restarted without affecting the other tasks. If the bus, the task lane or the heartbeat keeps
+failing, or the supervisor loses a service, the daemon exits with a traceback, and the container's init restarts the
+agent. Jobs keep running in all these cases.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ logger = logging.getLogger(__name__)
 MONIT_HTTP: Final = "127.0.0.1:2822"
 MONIT_MAIL: Final = "127.0.0.1:2825"
 BUS: Final = "AGENT_SHIM_BUS"
-"""Environment variable whose value `off` keeps the agent off the bus. On a stemcell, `sv stop agent` does not stop the
-agent but restarts it with this value. The jobs therefore stay supervised, just as monit keeps supervising them when the
-Go agent is stopped.
+"""Environment variable that keeps the agent off the bus if its value is `off`. On a stemcell, `sv stop agent` does not
+stop the agent but restarts it with this value. The jobs therefore stay supervised, just as monit keeps supervising them
+when the Go agent is stopped.
 """
 VITAL: Final = frozenset({"bus", "heartbeat", "tasks"})
 """The essential root tasks. If one of them keeps failing, the agent restarts."""
@@ -188,8 +188,8 @@ class Runtime:
                 await self._run([step for step in steps if step.late])
 
     async def _run(self, late: list[boot.Step]) -> None:
-        """Run the root tasks until ``stop`` is set or the agent has to leave the bus. Then answer the delayed polls,
-        cancel all root tasks, and wait for ``stop``.
+        """Run the root tasks until ``stop`` is set or the agent has to leave the bus. Then answer the polls
+        whose replies are delayed, cancel all root tasks, and wait for ``stop``.
         """
         agent = self.agent
         booted = asyncio.Event()
@@ -279,7 +279,7 @@ class Runtime:
         return msgspec.json.encode(message)
 
     async def answer_monit(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a request from the command ``monit`` or from a client of monit's HTTP interface."""
+        """Answer a request from the ``monit`` command or from a client of monit's HTTP interface."""
         obstacle = "" if self.phase == "running" else self.phase
         found = await monit_api.answer(self.agent.supervisor, request, obstacle=obstacle)
         return found | {"pid": os.getpid(), "uptime_secs": int(time.monotonic() - self._begun_at)}
@@ -333,11 +333,11 @@ def assemble(
     work: Execute = workers.work,
     ssh_port: int = 22,
 ) -> Agent:
-    """Create the services of an agent and connect them with each other."""
+    """Create an agent's services and connect them to each other."""
     spec = SpecStore(paths)
 
     def of_jobs() -> set[int]:
-        """The pids of all job processes and of their descendants."""
+        """Return the pids of all job processes and their descendants."""
         leaders = [service.pid for service in supervisor.services() if service.pid]
         return proc.descent(proc.children(proc.table()), leaders)
 
@@ -374,7 +374,7 @@ def assemble(
 
 
 def certificates(mbus: settings.Mbus) -> dict[str, str]:
-    """Return the agent's certificate and its CA as PEM texts, keyed by the names that metrics and warnings use."""
+    """Return the agent's certificate and its CA in PEM format, keyed by the names that metrics and warnings use."""
     if is_https(mbus):
         return {certificate_watch.HTTPS: mbus.certificate}
     return {"client": mbus.certificate, "CA": mbus.ca}

@@ -2,11 +2,11 @@
 
 ``AgentShim.spec`` in agent.json names the directory. It contains ``jobs/NAME`` (rendered templates: ``monit``, ``bin``,
 ``config`` …), ``packages/NAME`` (compiled packages) and optionally ``instance.json`` with a name. The directory may
-come from an image or from volumes of a pod, and may be read-only. Jobs are copied, because their modes and owners
-change and links to packages are added. Packages are used in place, except for a package named ``bpm``, which is copied
-because the agent's own ``bpm`` is installed in it. As with a Director, the pre-start scripts run first, then the jobs
-are started, and the post-start scripts run once all processes are running. Probes, metrics, restarts and the orderly
-stop work as in every agent.
+come from an image or from a pod's volumes, and may be read-only. Jobs are copied, because their modes and owners change
+and links to packages are added. Packages are used in place, except for a package named ``bpm``, which is copied because
+the agent's own ``bpm`` is installed in it. As with a Director, the pre-start scripts run first, then the jobs are
+started, and the post-start scripts run once all processes are running. Probes, metrics, restarts and the orderly stop
+work as usual.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ INSTANCE: Final = "instance.json"
 TASK: Final = "deploy"
 FIRST_PAUSE_S: Final = 1.0
 MAX_PAUSE_S: Final = 30.0
-"""Maximum seconds between attempts."""
+"""Maximum number of seconds between attempts."""
 POLL_S: Final = 0.2
 """Seconds between checks of whether all jobs are running."""
 
@@ -86,7 +86,7 @@ def instance(directory: Path) -> InstanceNames:
 
 
 def write_settings(paths: Paths, directory: Path) -> Path:
-    """Write settings as a CPI would for an agent without a bus, and return their path. Blocks. Raises
+    """Write settings as a CPI would for an agent without a bus, and return their path. This function blocks. Raises
     ``ConfigError``.
     """
     path = paths.bosh / "standalone.json"
@@ -97,7 +97,7 @@ def write_settings(paths: Paths, directory: Path) -> Path:
 
 
 def read(directory: Path) -> Rendered:
-    """Read a spec directory. Blocks. Raises ``ActionError`` if it contains no jobs or a name is invalid."""
+    """Read a spec directory. This function blocks. Raises ``ActionError`` if there are no jobs or a name is invalid."""
     found = {kind: _members(directory, kind) for kind in ("job", "package")}
     if not found["job"]:
         raise ActionError(f"cannot deploy {directory}: no job lies in {directory / 'jobs'}")
@@ -144,9 +144,10 @@ def _version(tree: Path) -> str:
 
 
 def install(paths: Paths, targets: Mapping[Path, tuple[Kind, Path]]) -> None:
-    """Install the jobs as copies and the packages as links in the directories of bundles. Blocks. Raises ``HostError``.
+    """Install the jobs as copies and the packages as links in the bundle directories. This function blocks. Raises
+    ``HostError``.
 
-    The package ``bpm`` is copied too, because the agent installs its own ``bin/bpm`` in it. Files whose names begin
+    The ``bpm`` package is copied too, because the agent installs its own ``bin/bpm`` in it. Files whose names begin
     with ``..`` are left out, because the kubelet creates them in volumes.
     """
     for target, (kind, source) in targets.items():
@@ -238,8 +239,8 @@ class Standalone:
         return True
 
     async def _task(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run ``work`` in the task lane, where only one task runs at a time, and wait for it. Raises ``ActionError``
-        with its error text if it fails.
+        """Run ``work`` in the task lane, where only one task runs at a time, and wait for it. If it fails, raise
+        ``ActionError`` with its error message.
         """
         task = self._agent.tasks.submit(TASK, work)
         await task.ended.wait()
@@ -247,8 +248,8 @@ class Standalone:
             raise ActionError(str(task.outcome))
 
     def _holds(self, wanted: ApplySpec) -> bool:
-        """Return True if this spec is already deployed. Nothing is left to do then, because job recovery starts the
-        jobs, unless they were stopped.
+        """Return True if this spec is already deployed. In that case nothing is left to do, because job recovery starts
+        the jobs unless they were stopped.
         """
         agent = self._agent
         has_been = agent.supervisor.is_wanted or agent.paths.stopped_marker.exists()

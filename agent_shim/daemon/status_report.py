@@ -1,4 +1,4 @@
-"""Status, readiness and metrics of an agent."""
+"""Reports an agent's status, readiness and metrics."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ MAX_CULPRITS: Final = 3
 
 
 def readiness(live: Runtime, level: str) -> tuple[bool, str]:
-    """Return whether the agent is ready, and why. The ``level`` ``boot`` requires a completed boot, ``agent`` also a
-    connection to the bus, and ``jobs`` also that all jobs are running or were stopped on purpose.
+    """Return whether the agent is ready, and the reason. The ``boot`` level requires a completed boot. The ``agent``
+    level also requires a bus connection, and the ``jobs`` level also requires that all jobs are running or were stopped
+    on purpose.
     """
     if live.phase != "running":
         return False, live.phase
@@ -197,8 +198,8 @@ def _instance(spec: ApplySpec) -> dict[str, str]:
 
 @functools.cache
 def _stemcell(release: Path, version: Path) -> tuple[str, str] | None:
-    """Return the operating system and version of the stemcell, as read from these files, or None if the image is not a
-    stemcell.
+    """Return the stemcell's operating system and version, read from the files ``release`` and ``version``, or None if
+    the image is not a stemcell.
     """
     try:
         system = os_release.operating_system(files.read(release).decode())

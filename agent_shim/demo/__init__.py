@@ -1,1 +1,1 @@
-"""Peers of an agent for the demo, the tests and the benchmarks: a bus, a Director and a Health Monitor."""
+"""An agent's peers for the demo, the tests and the benchmarks: a bus, a Director and a Health Monitor."""

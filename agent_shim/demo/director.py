@@ -28,7 +28,7 @@ RETRIES: Final[Mapping[str, int]] = {"get_task": 4, "get_state": 2, "upload_blob
 """Number of retries if there is no reply, by method. Requests with other methods are not retried."""
 
 STOP_LIMIT_S: Final = 300.0
-"""How long the Director waits in total for the task of a ``stop`` to finish."""
+"""How long the Director waits in total until a ``stop`` task has finished."""
 
 
 class RpcTimeoutError(ShimError):
@@ -36,7 +36,7 @@ class RpcTimeoutError(ShimError):
 
 
 class RpcRemoteError(ShimError):
-    """An exception that the agent returned. The text is its message."""
+    """The agent returned an exception. This error has the same message."""
 
 
 # --- raw access to the bus --------------------------------------------------------------------------------------------
@@ -164,8 +164,8 @@ class Director:
         """Send a request and return the reply, which contains a value or an exception. Raises ``RpcTimeoutError`` if no
         reply arrives within ``timeout`` seconds.
 
-        ``retries`` is how often the request is repeated after a timeout. None means as often as the Director does it
-        for this method.
+        ``retries`` is how often the request is repeated after a timeout. None means as often as a real Director repeats
+        requests with this method.
         """
         times = RETRIES.get(method, 0) if retries is None else retries
         for _ in range(1 + times):
@@ -183,7 +183,9 @@ class Director:
         raise RpcTimeoutError(f"Timed out sending '{method}' to agent {agent_id!r} after {timeout:g} seconds")
 
     async def value(self, agent_id: str, method: str, *arguments: Any, timeout: float = 45.0) -> Any:
-        """Return the value of a single reply. Raises ``RpcRemoteError`` for an exception."""
+        """Send a request and return the value in the reply. Raises ``RpcRemoteError`` if the reply contains an
+        exception.
+        """
         return _value(await self.call(agent_id, method, *arguments, timeout=timeout))
 
     async def run(
@@ -229,7 +231,7 @@ class Director:
         with contextlib.suppress(ValueError):
             document = json.loads(data)
             # Drop a reply that is not an object. As with the real Director, the request then times out, because even
-            # such a reply removes the request from the list.
+            # such a reply removes the request from the list of pending requests.
             if reply is not None and not reply.done() and isinstance(document, dict) and document:
                 reply.set_result(document)
 

@@ -1,7 +1,7 @@
 """Bus certificates like those of BOSH, both valid and invalid, for the demo, the tests and the benchmarks.
 
 Subjects follow the Director (``nats_client_cert_generator.rb``) and the bosh-deployment manifest. By default, the keys
-are elliptic-curve keys, which take only a millisecond to generate. A real Director generates RSA keys with 3072 bits.
+are elliptic-curve keys, which take only a millisecond to generate. A real Director generates 3072-bit RSA keys.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HOUR: Final = 3600.0
 GOOD: Final = (-HOUR, 2 * 365 * 24 * HOUR)
 EXPIRED: Final = (-2 * HOUR, -HOUR)
 NOT_YET_VALID: Final = (HOUR, 2 * HOUR)
-"""A validity period that begins in the future: begin and end, in seconds from now."""
+"""A validity period that begins in the future: start and end, in seconds from now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +53,15 @@ def agent_name(agent_id: str, *, bootstrap: bool = False) -> str:
 
 
 def subject(common_name: str) -> str:
-    """Return the NATS user of a certificate, which is its subject in the format of nats-sync."""
+    """Return the NATS user for a certificate: the certificate's subject in nats-sync's format."""
     return f"C=USA, O=Cloud Foundry, CN={common_name}"
 
 
 class Authority:
     """A certificate authority. ``ca`` is its certificate in PEM format.
 
-    ``bits`` is the length of its own RSA key and of those that it issues; 0 means elliptic-curve keys (P-256). The
-    certificate is signed by ``issuer`` or, if that is None, by the authority itself.
+    ``bits`` is the length of the authority's RSA key and of the keys that it issues; 0 means elliptic-curve keys
+    (P-256). The certificate is signed by ``issuer`` or, if that is None, by the authority itself.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Authority:
         hosts: Sequence[str] = ("127.0.0.1", "localhost", SERVER),
         valid: tuple[float, float] = GOOD,
     ) -> Pair:
-        """Issue a server certificate for ``hosts`` (names and addresses). Clients check only ``hosts``, not the common
-        name.
+        """Issue a server certificate for ``hosts`` (names and addresses). Clients compare the host to which they
+        connect only with ``hosts``, not with the common name.
         """
         usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
         return self._pair(common_name, valid, [usage, x509.SubjectAlternativeName([_host(host) for host in hosts])])
@@ -92,9 +92,7 @@ class Authority:
         return self._pair(common_name, valid, [x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])])
 
     def agent(self, agent_id: str, *, bootstrap: bool = False, valid: tuple[float, float] = GOOD) -> Pair:
-        """Issue the client certificate of an agent: the short-lived bootstrap certificate or, by default, a later
-        one.
-        """
+        """Issue an agent's client certificate: the short-lived bootstrap certificate or, by default, a later one."""
         return self.client(agent_name(agent_id, bootstrap=bootstrap), valid=valid)
 
     def _pair(self, common_name: str, valid: tuple[float, float], extensions: Sequence[x509.ExtensionType]) -> Pair:

@@ -47,7 +47,7 @@ NETWORKS = {"default": NETWORK}
 LIMIT_S = 120
 """Time limit in seconds for the whole demonstration."""
 DRAIN_S = 20
-"""Time limit in seconds for stopping the jobs of the demonstration, and for stopping its agent."""
+"""Time limit in seconds for stopping the demonstration's jobs, and for stopping its agent."""
 
 TO_TRY = """
 A Director has deployed three jobs, and the agent serves them until Ctrl-C. To try in another terminal:
@@ -67,7 +67,7 @@ Alerts to the Health Monitor follow.
 
 
 class DemoError(ShimError):
-    """A failed check of the demonstration."""
+    """A failed check in the demonstration."""
 
     exit_code = 1
 
@@ -145,7 +145,7 @@ class Story:
 
     @contextmanager
     def step(self, name: str) -> Iterator[list[str]]:
-        """Run a step in the block. Afterwards, print ``name`` with the duration, and the details that the block has
+        """Run the block as a step. Afterwards, print ``name`` with the duration, and the details that the block has
         appended to the list.
         """
         begun_at = time.monotonic()
@@ -188,8 +188,8 @@ class Story:
         self.say("all processes have ended, and the directory is removed")
 
     def _lay_commands(self) -> None:
-        """Create the programs ``agent-shim`` and ``monit`` in the scratch directory. In an image of the agent, these
-        programs are already installed.
+        """Create the programs ``agent-shim`` and ``monit`` in the scratch directory. In an agent image, these programs
+        are already installed.
         """
         for name in ("agent-shim", "monit"):
             code = f"import sys; sys.argv[0] = {name!r}; from agent_shim.cli.main import main; sys.exit(main())"
@@ -322,7 +322,7 @@ class Story:
         pidfile = self.base / "sys/run/web/web.pid"
         before = pidfile.read_text()
         with self.step("web killed with SIGKILL, until it answers again") as details:
-            os.kill(int(before), signal.SIGKILL)  # simulates a crash; the agent signals no pid from a file
+            os.kill(int(before), signal.SIGKILL)  # simulates a crash; the agent itself never signals a pid from a file
             while pidfile.read_text().strip() in ("", before.strip()):
                 await asyncio.sleep(0.001)
             details.append((await self._until_answered(self.release.url)).strip())

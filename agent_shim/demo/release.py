@@ -102,7 +102,7 @@ _ERRAND: Final = """
 def archive(files: Mapping[str, str | bytes]) -> bytes:
     """Return a gzipped tarball.
 
-    Files below ``bin/`` are executable. Newlines at the start of a text are dropped.
+    Files below ``bin/`` are executable. Newlines at the start of a file's content are dropped.
     """
     target = io.BytesIO()
     with tarfile.open(fileobj=target, mode="w:gz", compresslevel=1) as packed:

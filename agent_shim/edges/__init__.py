@@ -1,1 +1,1 @@
-"""Communication with the outside through the bus, heartbeats, alerts, HTTP servers and the control socket."""
+"""The agent's external interfaces: the bus, heartbeats, alerts, HTTP servers and the control socket."""

@@ -25,8 +25,8 @@ MAX_QUEUED: Final = 1000
 """Maximum number of alerts queued for the bus."""
 
 REPEAT_INTERVAL_S: Final = 10.0
-"""Seconds during which an identical alert is raised only once. Alerts from monit are not more frequent either, because
-monit's cycle takes ten seconds.
+"""Seconds during which an identical alert is raised only once. The same is true of monit, because its cycle takes ten
+seconds.
 """
 
 MAX_SUMMARY_CHARS: Final = 4096
@@ -81,7 +81,7 @@ def alert_of(service: str, event: str, action: str, description: str, ips: Itera
 class Alerts:
     """Sends alerts, and queues them while the bus is disconnected. ``run`` is the root task.
 
-    ``publish`` sends a message to a subject, and raises ``BusError`` while that is impossible. ``encode`` returns the
+    ``publish`` sends a message to a subject, and raises ``BusError`` while that is not possible. ``encode`` returns the
     message for an event, or None to send nothing.
     """
 

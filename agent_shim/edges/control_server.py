@@ -1,8 +1,8 @@
-"""The control socket, on which the daemon answers operators' commands.
+"""Answers operators' commands on the daemon's control socket.
 
-It is a Unix socket with mode 0600, so only root and the agent's own user can connect to it. On each connection, the
-client sends one request, which is a JSON object in one line (``{"method": …, "arguments": […]}`` as on the bus, or
-``{"command": "status"}``), and gets one JSON reply in one line. ``control_client`` is the counterpart.
+This is a Unix socket with mode 0600, so only root and the agent's own user can connect to it. On each connection, the
+client sends one request, which is a JSON object on one line (``{"method": …, "arguments": […]}`` as on the bus, or
+``{"command": "status"}``), and gets one JSON reply on one line. ``control_client`` is the counterpart.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Answer = Callable[[dict[str, Any], bytes, Peer], Awaitable[bytes]]
 
 @contextlib.asynccontextmanager
 async def listening(path: Path, answer: Answer) -> AsyncIterator[None]:
-    """Serve on ``path`` for the duration of the block. A socket that a dead agent has left there is replaced."""
+    """Serve on ``path`` for the duration of the block. A socket left behind by a killed agent is replaced."""
     peers: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -89,7 +89,7 @@ class Heartbeat(Generic[V]):
                 self._measuring.cancel()
 
     def _measure(self) -> asyncio.Task[V]:
-        """Return the task of the measurement in progress, after starting a measurement if there is none."""
+        """Return the task that is measuring the vitals, after starting one if there is none."""
         if self._measuring is None or self._measuring.done():
             self._measuring = asyncio.create_task(self._collect(), name="vitals")
             self._measuring.add_done_callback(self._measured)

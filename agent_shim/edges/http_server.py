@@ -1,4 +1,4 @@
-"""A minimal HTTP server for scrapers, probes and monit clients, with one request and one answer per connection.
+"""A minimal HTTP server for scrapers, probes and monit clients, with one request and one response per connection.
 
 httptools (llhttp) parses requests strictly. In an idle agent, httptools uses 0.2 MB of mostly shared memory, h11 would
 use 0.3 MB, and aiohttp 9 MB. The limits (bytes per request, bytes per connection, time, connections) are enforced
@@ -64,7 +64,7 @@ class HttpRequest(msgspec.Struct, frozen=True):
 
 
 class HttpResponse(msgspec.Struct, frozen=True):
-    """An answer. ``headers`` are sent in addition to those that every answer contains."""
+    """A response. ``headers`` are sent in addition to those that every response contains."""
 
     status: int
     body: bytes
@@ -120,8 +120,8 @@ class _Head:
 
 
 class _HttpConnection(asyncio.Protocol):
-    """A connection with one request and one answer. If the connection stalls, a timer closes it. A task is created only
-    if the answer is awaitable.
+    """A connection with one request and one response. If the connection stalls, a timer closes it. A task is created
+    only if the response is awaitable.
     """
 
     def __init__(self, answer: Answer, methods: Sequence[str], connections: dict[_HttpConnection, str]) -> None:
@@ -158,9 +158,8 @@ class _HttpConnection(asyncio.Protocol):
             self._send(refusal)
 
     def _read(self, data: bytes, *, is_over: bool) -> HttpResponse | None:
-        """Feed data to the parser. If the request is then complete, begin to answer it. If the request is invalid,
-        return the error response, otherwise None. ``is_over`` is set if the client has sent more data than a request
-        may have.
+        """Feed data to the parser. If this completes the request, begin to respond. If the request is invalid, return
+        the error response, otherwise None. ``is_over`` is set if the client has sent more data than is allowed.
         """
         request = self._request
         try:
@@ -200,7 +199,7 @@ class _HttpConnection(asyncio.Protocol):
             self._send(found)
             return
         self._is_taken = True
-        # The timer closes the connection if producing the answer hangs or fails because of a bug.
+        # The timer closes the connection if a bug makes producing the response hang or fail.
         self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self.transport.abort)
 
@@ -217,7 +216,7 @@ class _HttpConnection(asyncio.Protocol):
         self._timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self.transport.abort)
         fields = {"Content-Type": response.kind, "Content-Length": str(len(response.body)), **response.headers}
         lines = [f"{name}: {value}" for name, value in fields.items()]
-        version = "1.0" if self._request.version == "1.0" else "1.1"  # some clients only understand 1.0
+        version = "1.0" if self._request.version == "1.0" else "1.1"  # some clients understand only 1.0
         status = f"HTTP/{version} {response.status} {_STATUS[response.status]}"
         head = "\r\n".join([status, *lines, "Connection: close", "", ""]).encode("latin-1", "replace")
         self.transport.write(head + (b"" if self._request.method == "HEAD" else response.body))

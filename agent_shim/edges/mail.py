@@ -1,6 +1,6 @@
-"""Sends events as mails to a mail server, as monit 5.2.5 does (alert.c, sendmail.c).
+"""Sends events as emails through a mail server, as monit 5.2.5 does (alert.c, sendmail.c).
 
-The Go agent accepts such mails on port 2825 and creates an alert for the Health Monitor from the lines ``Service:`` to
+The Go agent accepts such emails on port 2825 and creates an alert for the Health Monitor from the lines ``Service:`` to
 ``Description:`` and the ``Message-id`` (jobsupervisor/alert_envelope.go).
 """
 
@@ -31,7 +31,7 @@ the Go agent reads.
 def compose(
     control: Control, service: str, event: str, action: str, description: str, _ips: object, now: float
 ) -> bytes | None:
-    """Return the mail for an event, or None if the control file names no recipient."""
+    """Return the email for an event, or None if the control file names no recipient."""
     if not control.recipients:
         return None
     host, date = socket.gethostname(), time.strftime("%a, %d %b %Y %H:%M:%S %z", time.localtime(now))
@@ -56,7 +56,7 @@ def compose(
 
 
 async def deliver(control: Control, mail: bytes) -> None:
-    """Send a mail to the first server that accepts it. Raises ``BusError``."""
+    """Send an email to the first server that accepts it. Raises ``BusError``."""
     why = "the control file names no mail server"
     for host, port in control.mail_servers:
         try:
@@ -74,5 +74,5 @@ def _send(control: Control, host: str, port: int, mail: bytes) -> None:
 
     sender = mail.partition(b"\r\n")[0].removeprefix(b"From: ").decode("latin-1")
     with smtplib.SMTP(host, port, socket.gethostname(), control.mail_timeout) as server:
-        server.helo()  # not EHLO, like monit, because some mail servers lack ESMTP
+        server.helo()  # like monit, send HELO instead of EHLO, because some servers lack ESMTP
         server.sendmail(sender, control.recipients, mail)

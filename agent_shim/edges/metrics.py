@@ -1,5 +1,5 @@
-"""Metrics and health checks over HTTP: ``/metrics``, ``/healthz`` and ``/readyz``. Callers can change nothing through
-these pages, which contain no secrets.
+"""Serves metrics and health checks over HTTP: ``/metrics``, ``/healthz`` and ``/readyz``. These pages contain no
+secrets, and callers cannot change anything through them.
 
 ``Readings`` holds the current values for a scrape, ``Metrics`` counts events and renders the counts and the readings,
 and ``Routes`` answers requests. Times are in seconds.
@@ -31,8 +31,8 @@ from agent_shim.services.vitals import Figures
 from agent_shim.supervisor.ownership.ending import KINDS
 from agent_shim.supervisor.process_stats import ServiceInfo
 
-# Import ``prometheus_client`` with stand-ins for these modules, which would use 4 MB. Only the library's own HTTP
-# server and client need them.
+# Import ``prometheus_client`` with stand-ins for these modules. The real ones would use 4 MB, and only the library's
+# own HTTP server and client need them.
 lean_imports.preload(
     "prometheus_client", "http.server", "socketserver", "urllib.error", "urllib.request", "wsgiref.simple_server"
 )
@@ -52,8 +52,8 @@ PLAIN: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class BusReading(msgspec.Struct, frozen=True):
-    """State of the bus connection, and its counters since the start of the agent. ``heartbeat_age`` is None before the
-    first heartbeat.
+    """State of the bus connection, and its counters since the agent started. ``heartbeat_age`` is None before the first
+    heartbeat.
     """
 
     connected: bool | None = False
@@ -76,7 +76,7 @@ class Readings(msgspec.Struct, frozen=True):
     bus: BusReading = BusReading()
     figures: Figures = msgspec.field(default_factory=Figures)
     stemcell: tuple[str, str] | None = None
-    """Operating system and version of the stemcell."""
+    """The stemcell's operating system and version."""
     instance: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Values of the labels in ``INSTANCE``. The mapping is empty before the first ``apply``."""
     is_ready: bool = False
@@ -109,11 +109,11 @@ ACTION_BOUNDS: Final = (0.005, 0.05, 0.5, 2.0, 10.0, 60.0, 600.0)
 LAG_BOUNDS: Final = (0.005, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 LAG_PERIOD_S: Final = 10.0
 PAGE_TTL_S: Final = 1.0
-"""How long a rendered page is cached, so that ten scrapers cost as much as one."""
+"""How long a rendered page is cached. The cache makes ten scrapers cost as much as one."""
 
 OUTCOMES: Final = frozenset({"done", "failed"})
 OTHER: Final = "other"
-"""Label for an unknown method or outcome, so that callers cannot create new series."""
+"""Label value for an unknown method or outcome, so that callers cannot create new series."""
 
 
 class Taken(Collector):
@@ -210,28 +210,28 @@ def _of_agent(readings: Readings) -> Iterator[Metric]:
     ``Metrics``.
     """
     build = {"version": __version__, "revision": __revision__, "python": ".".join(map(str, sys.version_info[:3]))}
-    yield InfoMetricFamily("agent_shim_build", "Version of the agent and of its Python.", build)
+    yield InfoMetricFamily("agent_shim_build", "Versions of the agent and of its Python.", build)
     stemcell = dict(zip(("os", "version"), readings.stemcell, strict=True)) if readings.stemcell else None
-    yield InfoMetricFamily("agent_shim_stemcell", "The stemcell of this container.", stemcell)
+    yield InfoMetricFamily("agent_shim_stemcell", "This container's stemcell.", stemcell)
     about = {name: safetext.label(readings.instance.get(name, "")) for name in INSTANCE}
     instance = about if readings.instance else None
     yield InfoMetricFamily("agent_shim_instance", "The instance as the Director knows it.", instance)
     yield _gauge("ready", "1 while `/readyz` answers 200.", _one(readings.is_ready))
     states: Rows = [((state,), readings.job_state == state) for state in JOB_STATES]
-    yield _gauge("job_state", "1 for the state of the instance, 0 for the others.", states, "state")
-    text = "1 while the jobs cannot be started or deployed; `agent-shim status` names the reason."
+    yield _gauge("job_state", "1 for the instance's state, 0 for the others.", states, "state")
+    text = "1 while the jobs cannot be started or deployed; `agent-shim status` gives the reason."
     yield _gauge("jobs_blocked", text, _one(readings.jobs_blocked))
     yield from _of_bus(readings.bus)
-    text = "Expiry of a bus certificate, in seconds since 1970."
+    text = "Expiry time of a bus certificate, in seconds since 1970."
     yield _gauge("bus_certificate_expiry_timestamp_seconds", text, _by_label(readings.certificates), "certificate")
     yield from _of_machine(readings.figures)
     yield from _of_disk(readings.disk)
-    yield _gauge("tasks_running", "Running long actions.", _one(readings.tasks_running))
-    yield _gauge("tasks_waiting", "Queued long actions.", _one(readings.tasks_waiting))
-    text = "Crashes and restarts of parts of the agent."
+    yield _gauge("tasks_running", "Long actions in progress.", _one(readings.tasks_running))
+    yield _gauge("tasks_waiting", "Long actions waiting in the queue.", _one(readings.tasks_waiting))
+    text = "How often each of the agent's background tasks crashed and was restarted."
     yield _counter("part_failures", text, _by_label(readings.failures), "part")
     missing = _one(readings.addresses_missing)
-    yield _gauge("addresses_missing", "Addresses in settings and spec that no interface has.", missing)
+    yield _gauge("addresses_missing", "Addresses in the settings and the spec that no interface has.", missing)
     enforced = _one(readings.firewall_enforced)
     yield _gauge("firewall_enforced", "1 while packet filter rules keep jobs off the bus.", enforced)
     transfers = [((*pair,), readings.blobs.get(pair, 0)) for pair in _TRANSFERS]
@@ -277,14 +277,14 @@ STATES: Final = ("running", "starting", "failing", "unknown")
 
 
 def _of_machine(figures: Figures) -> Iterator[Metric]:
-    """Yield metrics of the container and the host. If the container has no limits, its figures equal those of the
+    """Yield metrics for the container and the host. If the container has no limits, its figures equal those of the
     host.
     """
     memory, cpu = figures.memory.items(), figures.cpu.items()
     rows: Rows = [((scope,), known.used) for scope, known in memory]
     yield _gauge("memory_used_bytes", "Memory in use, without reclaimable page cache.", rows, "scope")
     rows = [((scope,), known.total) for scope, known in memory]
-    yield _gauge("memory_size_bytes", "Memory size: the container's limit, or all memory of the host.", rows, "scope")
+    yield _gauge("memory_size_bytes", "Memory size: the container's limit, or all of the host's memory.", rows, "scope")
     rows = [((scope,), known.swap_used) for scope, known in memory]
     yield _gauge("swap_used_bytes", "Swap in use.", rows, "scope")
     rows = [((scope,), known.swap_total) for scope, known in memory]
@@ -296,10 +296,10 @@ def _of_machine(figures: Figures) -> Iterator[Metric]:
         for mode, seconds in (("user", known.user), ("system", known.system), ("wait", known.wait))
         if known.total or mode != "wait"
     ]
-    text = "Processor time; mode wait is available for the host only."
+    text = "Processor time; the `wait` mode is available only for the host."
     yield _counter("cpu_seconds", text, modes, "scope", "mode")
-    yield _gauge("cpus", "Processors available; for the container, its quota.", _by_label(figures.processors), "scope")
-    yield _gauge("load_average", "Load average of the host.", _by_label(figures.load), "minutes")
+    yield _gauge("cpus", "Available processors; for the container, its quota.", _by_label(figures.processors), "scope")
+    yield _gauge("load_average", "The host's load average.", _by_label(figures.load), "minutes")
     yield from _of_file_systems(figures.disks.items())
 
 
@@ -317,7 +317,7 @@ def _of_file_systems(disks: Collection[tuple[str, os.statvfs_result]]) -> Iterat
 
 def _of_disk(disk: DiskReading) -> Iterator[Metric]:
     yield _gauge("persistent_disk_mounted", "1 while a persistent disk is mounted on the store.", _one(disk.is_mounted))
-    yield _gauge("disk_migration_running", "1 during the migration of a persistent disk.", _one(disk.is_migrating))
+    yield _gauge("disk_migration_running", "1 while a persistent disk is being migrated.", _one(disk.is_migrating))
     text = "Completed fraction of the copy; 0 without a migration."
     yield _gauge("disk_migration_ratio", text, _one(disk.migrated))
 
@@ -328,7 +328,7 @@ def _of_processes(readings: Readings) -> Iterator[Metric]:
     def rows(member: str) -> Rows:
         return [(label, getattr(service, member)) for label, service in named]
 
-    info = InfoMetricFamily("agent_shim_process", "The job of a process.", labels=["process"])
+    info = InfoMetricFamily("agent_shim_process", "The job that a process belongs to.", labels=["process"])
     for label, service in named:
         info.add_metric(label, {"bosh_job": safetext.label(service.job)})
     yield info
@@ -337,11 +337,11 @@ def _of_processes(readings: Readings) -> Iterator[Metric]:
     states = [((*label, state), service.process.state == state) for label, service in named for state in STATES]
     text = "1 for the state reported to the Director, 0 for the others."
     yield _gauge("process_state", text, states, "process", "state")
-    text = "Start of the process, in seconds since 1970; 0 while it does not run."
+    text = "Start time of the process, in seconds since 1970; 0 while it is not running."
     yield _gauge("process_start_time_seconds", text, rows("started_at"), "process")
     yield _counter("process_restarts", "Automatic restarts of the process.", rows("restarts"), "process")
     exits = [((*label, kind), service.exits.get(kind, 0)) for label, service in named for kind in KINDS]
-    yield _counter("process_exits", "Unexpected exits by kind.", exits, "process", "reason")
+    yield _counter("process_exits", "Unexpected exits of the process, by reason.", exits, "process", "reason")
     yield _counter("process_oom_kills", "Out-of-memory kills of the process.", rows("oom_kills"), "process")
     memory: Rows = [(label, service.process.mem_kb * 1024) for label, service in named]
     yield _gauge("process_memory_bytes", "Resident memory of the process tree.", memory, "process")
@@ -354,7 +354,7 @@ def _of_processes(readings: Readings) -> Iterator[Metric]:
 
 
 Rows = Iterable[tuple[tuple[str, ...], float | None]]
-"""The samples of one family: the label values, and the sample's value or None to omit it."""
+"""The samples of one metric family. Each has label values and a value. A sample whose value is None is omitted."""
 
 
 def _one(value: float | None) -> Rows:
@@ -384,7 +384,7 @@ _counter = partial(_family, CounterMetricFamily)
 
 class Routes(msgspec.Struct, frozen=True):
     """Answers HTTP requests according to their path. ``ready(level)`` (``jobs``, ``agent`` or ``boot``) returns whether
-    the agent is ready, and why.
+    the agent is ready, and the reason.
     """
 
     render: Callable[[bool, bool], Awaitable[bytes]]
@@ -428,7 +428,7 @@ def _takes_gzip(accepted: str) -> bool:
 
 HTML: Final = "text/html; charset=utf-8"
 GZIP_LEVEL: Final = 1
-"""The lowest level. It takes a fifth of the default level's time, and the result is a tenth larger."""
+"""The lowest compression level. It takes a fifth of the default level's time, and the result is a tenth larger."""
 _LANDING: Final = """\
 <!doctype html>
 <html lang="en">

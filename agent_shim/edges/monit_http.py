@@ -4,7 +4,7 @@ The Go agent requests ``GET /_status2?format=xml``, and pxc's galera-agent ``GET
 /SERVICE`` with ``action=start`` or another action, and galera-agent searches the returned page for ``start pending``.
 Callers need the password in ``/var/vcap/monit/monit.user``, which only root can read.
 
-This module also listens on the port on which the Go agent accepts monit's mails, because CPIs probe that port. It
+This module also listens on the port on which the Go agent accepts monit's emails, because CPIs probe that port. It
 refuses all mail.
 """
 
@@ -61,9 +61,11 @@ class About(msgspec.Struct, frozen=True):
     address: str = "127.0.0.1"
     port: int = 2822
     id: str = ""
-    """The daemon's id. The default "" stands for a digest of the host name."""
+    """The daemon's id. The default "" means that a digest of the host name is used."""
     incarnation: int = 0
-    """When the control file was read, in seconds since 1970. The default 0 stands for the start of this process."""
+    """When the control file was read, in seconds since 1970. The default 0 means the time at which this process
+    started.
+    """
 
 
 def user_in(path: Path) -> Users:
@@ -146,15 +148,15 @@ def _named(shown: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
 
 
 def _refused(status: int, why: str) -> HttpResponse:
-    """Return an error page. It must contain ``</h2>`` and ``<p>``, because the command ``monit`` 5.2.5 shows the text
+    """Return an error page. It must contain ``</h2>`` and ``<p>``, because the ``monit`` 5.2.5 command shows the text
     between these tags, and crashes if ``</h2>`` is missing (control.c).
     """
     return HttpResponse(status, f"<html><body><h2>{status}</h2>{_escaped(why)}<p></body></html>\n".encode(), HTML)
 
 
 def _page(shown: Mapping[str, Any], name: str, pending: str) -> HttpResponse:
-    """Render the page of a service. The requested action is shown as pending even if it is already done, because
-    scripts search for ``pending``.
+    """Render a service's page. The requested action is shown as pending even if it is already done, because scripts
+    search for ``pending``.
     """
     service = _named(shown, name)
     if service is None:
@@ -233,7 +235,7 @@ def document(shown: Mapping[str, Any], here: MachineFacts, *, version: int, daem
 
 
 def _service(service: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the XML fields of a service in monit's order. Figures are included only where monit includes them."""
+    """Return a service's XML fields in monit's order. Figures are included only where monit includes them."""
     phase, status = service["phase"], _bits(service)
     hint = sum(HINTS.get(fault, 0) for fault in service["faults"]) if phase == "running" else 0
     monitor = MONITOR["starting"] if service["state"] == "starting" else MONITOR.get(phase, 1)
@@ -273,7 +275,7 @@ def _response(response: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _bits(service: Mapping[str, Any]) -> int:
-    """Return the ``status`` bit mask of a service. 0 means no fault."""
+    """Return a service's ``status`` bit mask. 0 means no fault."""
     match service["phase"]:
         case "running":
             return functools.reduce(operator.or_, (BITS[fault] for fault in service["faults"]), 0)
@@ -296,9 +298,7 @@ def _state(status: int, hint: int, monitor: int, mode: int, pending: int) -> dic
 
 
 def _groups(services: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the groups with the names of their services. As in monit, these are in the reverse of their order in the
-    monit files.
-    """
+    """Return the service names in each group. As in monit, their order is the reverse of that in the monit files."""
     found: dict[str, list[str]] = {}
     for service in services:
         for group in service["groups"]:
@@ -310,7 +310,7 @@ _ESCAPES: Final = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&
 
 
 def _escaped(text: str) -> str:
-    """Escape text for XML and HTML, including attributes. The module ``html`` is not used, because it loads a table of
+    """Escape text for XML and HTML, including attributes. The ``html`` module is not used, because it loads a table of
     thousands of entities.
     """
     return safetext.line(text).translate(_ESCAPES)
@@ -366,7 +366,7 @@ class _NoMail(asyncio.Protocol):
 
 
 def refusing_mail(address: str) -> AbstractAsyncContextManager[tuple[str, int] | None]:
-    """Accept connections on ``address`` for the duration of the block, so that probes of the port succeed, but refuse
-    all mail.
+    """Accept connections on ``address`` for the duration of the block, so that port probes succeed, but refuse all
+    mail.
     """
     return http_server.serving(address, _NoMail, "probes of the mail port")

@@ -1,4 +1,4 @@
-"""Formats service reports with the texts of monit 5.2.5, because scripts grep them (http/cervlet.c).
+"""Formats service reports in the wording of monit 5.2.5, because scripts grep them (http/cervlet.c).
 
 Services are mappings created by ``monit_api.describe``. This module imports little outside the standard library, so
 that the ``monit`` command starts quickly.
@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, Self
 from agent_shim.core import safetext
 
 VERSION: Final = "5.2.5"
-"""Version of monit reported to scripts."""
+"""The monit version that is reported to scripts."""
 
 _GOOD: Final = {"process": "running", "system": "running", "host": "online with all services"}
 """Status of a service without a fault, by kind. Services of all other kinds are ``accessible``."""
@@ -140,7 +140,7 @@ def words(service: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: int) -> str:
-    """Format seconds as ``1d 2h 3m ``, starting with the first non-zero unit and with a blank after each unit."""
+    """Format seconds as ``1d 2h 3m ``, starting with the first non-zero unit and with a space after each unit."""
     days, hours, minutes = seconds // 86400, seconds // 3600 % 24, seconds // 60 % 60
     text = f"{minutes}m "
     if days or hours:

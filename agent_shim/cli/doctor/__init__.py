@@ -147,8 +147,9 @@ def _tier(view: ContainerView, *, mounts_work: bool) -> str:
 
 
 def runtime(settings: Effective | None, paths: Paths) -> Runtime:
-    """Return which kind of program has created the container. It is recognised by a mount that only this kind creates.
-    If there is no such mount, bus addresses in the settings mean that a CPI has created the container.
+    """Return what kind of program created the container. A kubelet is recognised by an environment variable or its
+    mounts, and the warden and LXD CPIs are recognised by their mounts. In all other cases, a CPI has created the
+    container if the settings contain bus addresses, otherwise a container engine.
 
     An agent with a base directory other than /var/vcap runs on a workstation, which counts as a container engine.
     """
@@ -295,8 +296,8 @@ def _vcap() -> pwd.struct_passwd | None:
 def _cgroups(view: ContainerView) -> Iterator[Finding]:
     found = cgroups.find()
     hierarchy = found.memory or found.cpu
-    # A mount on /proc/meminfo means that lxcfs is used. /proc/meminfo and /proc/stat then describe the container and
-    # not the host.
+    # A mount on /proc/meminfo means that lxcfs is used. In that case, /proc/meminfo and /proc/stat describe the
+    # container and not the host.
     has_lxcfs = any(mount.point == Path("/proc/meminfo") for mount in mounts.mounts())
     if hierarchy is None:
         yield view.judged("cgroups", "not visible", "no cgroups, lxcfs" if has_lxcfs else "no cgroups")
@@ -330,7 +331,7 @@ def _directories(view: ContainerView) -> Iterator[Finding]:
     follows = {
         paths.bosh: "the agent does not start",
         paths.etc: "no users, no host keys, no names of other instances in /etc/hosts: no bosh ssh",
-        Path("/tmp"): "scripts that need it fail",  # noqa: S108 - that very directory
+        Path("/tmp"): "scripts that need it fail",  # noqa: S108 - only checked
         Path("/run"): "daemons that put their pid files there fail",
     }
     for path, text in follows.items():
@@ -460,7 +461,7 @@ def _connect(host: str, port: int) -> None:
 
 
 def _failure(call: Callable[..., object], *arguments: Any) -> str:
-    """Return the error text of a call, or "" if it succeeds."""
+    """Return the error message from a call, or "" if the call succeeds."""
     try:
         call(*arguments)
     except OSError as exc:
@@ -502,7 +503,7 @@ def _addresses(view: ContainerView) -> Iterator[Finding]:
 
 
 def _applied(paths: Paths) -> Mapping[str, Any]:
-    """Return the networks of the applied spec."""
+    """Return the networks in the applied spec."""
     try:
         networks = wire.decode(files.read(paths.spec, is_own=True), dict[str, Any]).get("networks")
     except (OSError, ValueError):
@@ -511,7 +512,7 @@ def _applied(paths: Paths) -> Mapping[str, Any]:
 
 
 def _bus(view: ContainerView) -> Iterator[Finding]:
-    """Check that at least one address of the bus can be reached, and that firewall rules block jobs from the bus."""
+    """Check that at least one bus address can be reached, and that firewall rules block jobs from the bus."""
     errors = {
         f"{address.hostname}:{address.port or NATS_PORT}": _bus_error(view, address) for address in _bus_addresses(view)
     }
@@ -552,7 +553,7 @@ def _bus_error(view: ContainerView, address: SplitResult) -> str:
 
 
 def _read_line(one: socket.socket) -> None:
-    """Read the greeting of the server byte by byte, because TLS starts directly after it."""
+    """Read the server's greeting byte by byte, because TLS starts directly after it."""
     for _ in range(MAX_GREETING_BYTES):
         if one.recv(1) in (b"", b"\n"):
             return

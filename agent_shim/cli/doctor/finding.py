@@ -20,7 +20,7 @@ WIDTH: Final = 120
 SHOWN: Final = {GOOD: "ok", LIMITED: "limited", WRONG: "WRONG"}
 
 Runtime = Literal["pod", "cpi", "warden", "lxd", "engine"]
-"""The creator of the container. It determines where a change is made: in a pod's manifest, in a CPI's
+"""What created the container. It determines where a change is made: in a pod's manifest, in a CPI's
 ``cloud_properties``, on Garden's host, in LXD's configuration, or in the options of ``docker run`` or ``podman run``.
 """
 
@@ -33,8 +33,8 @@ class Consequence(NamedTuple):
     """The consequence of a limit, and the change for each creator. If ``cpi`` or ``engine`` is "", the change is the
     same as for a pod. If ``lxd`` is "", it is the same as for a CPI.
 
-    ``patch`` is the change as a part of a pod's ``spec``, in which ``container`` stands for the agent's container.
-    Texts in it may contain placeholders such as ``{name}``.
+    ``patch`` is the change as a part of a pod's ``spec``, in which ``container`` is a placeholder for the agent's
+    container. Strings in the patch may contain placeholders such as ``{name}``.
     """
 
     verdict: str
@@ -53,7 +53,7 @@ class Consequence(NamedTuple):
 
 
 def filled(patch: Any, words: Mapping[str, str]) -> Any:
-    """Return a patch with the placeholders in its texts replaced by ``words``."""
+    """Return a patch with the placeholders in its strings replaced by ``words``."""
     if isinstance(patch, Mapping):
         return {name: filled(value, words) for name, value in patch.items()}
     if isinstance(patch, list):
@@ -108,5 +108,5 @@ def table(report: Report, paint: Paint = plain, columns: int = 0) -> str:
 
 
 def _wrapped(text: str, columns: int) -> list[str]:
-    """Break a text between words. A word that is longer than a line is not broken, so that it can be copied."""
+    """Break text between words. A word that is longer than a line is not broken, so that it can be copied."""
     return textwrap.wrap(safetext.line(text), max(30, columns), break_long_words=False, break_on_hyphens=False)

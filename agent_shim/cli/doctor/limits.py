@@ -1,4 +1,4 @@
-"""Limits of containers: the consequence of each, and the change that removes it.
+"""Lists the limits that containers may have, each with its consequence and the change that removes it.
 
 A change has up to four forms: for a pod, for a CPI outside of Kubernetes, for docker and podman, and for the LXD CPI.
 The form for a CPI names the Docker CPI's ``cloud_properties`` (keys of Docker's HostConfig). Texts may contain
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from agent_shim.cli.doctor.finding import CLOUD_PROPERTIES, LIMITED, NO_PATCH, WRONG, Consequence
 
-SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - that very directory
+SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - only checked
 
 NEEDED: Final = {
     "CHOWN": "files cannot be chowned to vcap",
@@ -39,8 +39,7 @@ STRONG: Final = {
     "NET_RAW": "jobs cannot ping",
     "IPC_LOCK": "jobs cannot keep secrets out of swap (vault, credhub)",
 }
-"""Capabilities that containers created by CPIs usually have but pods rarely have, and the consequence if one is
-missing.
+"""Capabilities that CPIs usually grant to containers but that pods rarely have, and the consequence if one is missing.
 """
 KERNEL_FEATURES: Final = {
     "pidfd": "exits of adopted processes are detected by polling, up to a second late",

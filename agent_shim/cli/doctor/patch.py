@@ -17,8 +17,8 @@ from agent_shim.cli.doctor.finding import Report
 from agent_shim.core import safetext
 
 PLACEHOLDER: Final = "CONTAINER"
-"""Stands for an unknown container name. Because it is not a valid name, kubectl refuses the patch instead of adding a
-container.
+"""Placeholder for an unknown container name. Because it is not a valid name, kubectl rejects the patch instead of
+adding a container.
 """
 Target = Literal["template", "pod"]
 """What the patch applies to: the template of a StatefulSet, Deployment or DaemonSet, or the manifest of a pod."""

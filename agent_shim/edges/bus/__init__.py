@@ -1,4 +1,4 @@
-"""Transports of the agent protocol: NATS for a Director, HTTPS for create-env."""
+"""Transports for the agent protocol: NATS for a Director, HTTPS for create-env."""
 
 from __future__ import annotations
 

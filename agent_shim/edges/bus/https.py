@@ -1,10 +1,10 @@
 """The HTTPS server for ``bosh create-env``. It answers requests at ``/agent``, and stores and serves blobs below
 ``/blobs/``.
 
-Paths, statuses and bodies are those of the Go agent (``mbus/https_handler.go``, ``mbus/https_dispatcher.go``). Only
-callers with the user and password in the bus address are served. All other callers get short answers and short
-timeouts, and their connections are the first to be closed to make room for new ones. The server never sends unsolicited
-messages. All times are in seconds.
+Paths, statuses and bodies match the Go agent (``mbus/https_handler.go``, ``mbus/https_dispatcher.go``). Only callers
+with the user and password in the bus address are served. All other callers get short answers and short timeouts, and
+their connections are the first to be closed to make room for new ones. The server never sends unsolicited messages. All
+times are in seconds.
 
 This module imports aiohttp, which an agent on NATS never loads.
 """
@@ -66,7 +66,7 @@ class CallerLimits(msgspec.Struct, frozen=True):
     sends a request every second.
     """
     stall: float = 30.0
-    """Time without progress of a request or response body before the connection is closed."""
+    """Time without progress in a request or response body before the connection is closed."""
     retry: float = 2.0
     """Interval between attempts to bind the port while it is in use."""
     goodbye: float = 1.0
@@ -74,7 +74,7 @@ class CallerLimits(msgspec.Struct, frozen=True):
 
 
 class _Caller(NamedTuple):
-    """A connection, with the task of its TLS handshake and its source address."""
+    """A connection, with its TLS handshake task and its source address."""
 
     greeting: asyncio.Task[None]
     address: str
@@ -83,8 +83,8 @@ class _Caller(NamedTuple):
 class HttpsBus:
     """HTTPS server at the bus address in the settings. ``run`` is its root task.
 
-    ``handle`` answers requests, ``blobs`` is the directory of the blobs, and ``on_connected`` is called each time the
-    port is bound.
+    ``handle`` answers requests, ``blobs`` is the blob directory, and ``on_connected`` is called each time the port is
+    bound.
     """
 
     def __init__(
@@ -253,7 +253,9 @@ class HttpsBus:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request completely. If the client does not read its answer in time, close the connection."""
+        """Handle one request and write the whole response. If the client does not read it in time, close the
+        connection.
+        """
         if timer := self._silent.pop(request.protocol, None):
             timer.cancel()
         try:
@@ -423,7 +425,7 @@ class _Arrival(asyncio.Protocol):
 
 
 class _TooLargeError(Exception):
-    """A body exceeds its maximum size."""
+    """A body exceeds the maximum size."""
 
 
 def _host_port(mbus: Mbus) -> tuple[str | None, int]:
@@ -432,7 +434,7 @@ def _host_port(mbus: Mbus) -> tuple[str | None, int]:
         address = urlsplit(mbus.urls[0])
         return address.hostname, 443 if address.port is None else address.port
     except ValueError:
-        # Leave out the cause, because the text of the error may contain part of the password.
+        # Leave out the cause, because its message may contain part of the password.
         raise BusError("cannot listen for the bosh CLI: the bus address has no valid host or port") from None
 
 

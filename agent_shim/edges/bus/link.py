@@ -1,8 +1,8 @@
 """One connection to a NATS server with one subscription, implemented with nats-py.
 
-This is the only module that uses nats-py. That client may claim to be connected although it has stopped reading or
-writing (after an error in one of its tasks, or a late answer to a ping). A connection on which nothing arrives any more
-is therefore treated as broken.
+This is the only module that uses nats-py. nats-py may claim to be connected although it has stopped reading or writing
+(after an error in one of its tasks, or a late answer to a ping). A connection on which nothing arrives any more is
+therefore treated as broken.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from agent_shim.core.wire import MAX_REPLY_BYTES
 from agent_shim.edges.bus import tls
 from agent_shim.host import blocking, clock, network
 
-# Import ``nats.aio.client`` with stand-ins for the other modules, which would use 14 MB. They are needed only for
-# websockets, JetStream and looking up the version of nats-py.
+# Import ``nats.aio.client`` with stand-ins for the other modules. The real ones would use 14 MB and are needed only for
+# websockets, JetStream and looking up nats-py's version.
 lean_imports.preload("nats.aio.client", "aiohttp", "multidict", "nats.js", "importlib.metadata")
 from nats import errors as nats_errors
 from nats.aio.client import Client
@@ -34,7 +34,7 @@ from nats.aio.subscription import Subscription
 from nats.aio.transport import Transport
 
 NEVER_S: Final = 10 * 365 * 24 * 3600
-"""A very long interval, which turns off the timers of nats-py."""
+"""A very long interval, which turns off nats-py's timers."""
 
 MAX_SUBJECT_BYTES: Final = 1024
 """Maximum length of a subject. It is well below the line length of 4096 characters (max_control_line) above which
@@ -99,9 +99,9 @@ class _Wire(Transport):
         self._pipe: asyncio.Transport | None = None
         self._is_secure = False
         self.has_greeted = False
-        """True if the server has sent anything. This shows that the server is alive even if the connection fails."""
+        """True if the server has sent anything. This shows that the server is running even if the connection fails."""
         self.peer = ""
-        """Address of the server."""
+        """The server's address."""
         self._read_by: asyncio.Task[Any] | None = None
         """nats-py's read task. It ends if it cannot decode what it has read."""
         self.reads = 0
@@ -148,8 +148,8 @@ class _Wire(Transport):
     async def readline(self) -> bytes:
         """Read the next line of the handshake.
 
-        The greeting, which arrives before TLS, must offer TLS and is replaced by ``GREETING``. Later INFO lines of the
-        server are skipped.
+        The greeting, which arrives before TLS, must offer TLS and is replaced by ``GREETING``. Later INFO lines from
+        the server are skipped.
         """
         while True:
             line = await self._reader.readline()

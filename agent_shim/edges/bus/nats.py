@@ -53,19 +53,18 @@ request.
 """
 
 REREAD_AFTER_FAILURES: Final = 3
-"""Number of consecutive failures after which the settings are read again, because the address of the bus may have
-changed.
-"""
+"""Number of consecutive failures after which the settings are read again, because the bus address may have changed."""
 
 
 class BusTiming(msgspec.Struct, frozen=True):
-    """Timeouts and intervals of the bus. Tests use shorter ones."""
+    """Bus timeouts and intervals. Tests use shorter ones."""
 
     connect: float = 10.0
-    """Timeout of one attempt at one address: lookup, TCP, TLS and subscription."""
+    """Timeout for one attempt at one address: lookup, TCP, TLS and subscription."""
     dial: float = 4.0
-    """Timeout of the TCP connection to each address of a host name, during which the kernel sends three SYNs. If there
-    is no answer by then, the network is probably down, and a new attempt later is more useful than waiting longer.
+    """Timeout for the TCP connection to one of a host name's addresses. The kernel sends three SYNs during this time.
+    If there is no answer by then, the network is probably down, and a new attempt later is more useful than waiting
+    longer.
     """
     ping: float = 5.0
     """Interval between pings. After ``unanswered`` missed replies (10 to 15 s), the connection is considered dead."""
@@ -104,7 +103,7 @@ class BusTiming(msgspec.Struct, frozen=True):
         """Return the pause after this number of consecutive failures, where 0 means that a working connection broke.
 
         The pause is doubled after one ``slow`` attempt and tripled after two or more. An attempt is slow if the server
-        sent its greeting but did not complete the handshake in time. The timeout of the next attempt grows by the same
+        sent its greeting but did not complete the handshake in time. The timeout for the next attempt grows by the same
         factor. Otherwise, if thousands of agents returned to a server at the same time, every handshake would time out
         before the server could finish it.
         """
@@ -114,7 +113,7 @@ class BusTiming(msgspec.Struct, frozen=True):
         return random.uniform(most / 5 if most < self.longest else most / 2, most) * min(1 + slow, 3)  # noqa: S311
 
     def handshake_timeout_s(self, slow: int) -> float:
-        """Return the timeout of an attempt that follows ``slow`` consecutive slow attempts."""
+        """Return the timeout for an attempt that follows ``slow`` consecutive slow attempts."""
         return self.connect * min(1 + slow, 3)
 
     def early_pause(self) -> float:
@@ -163,7 +162,7 @@ class NatsBus:
         self._rotating = asyncio.Lock()
         self._retiring: asyncio.Task[None] | None = None
         self._seen: dict[int, float] = {}
-        """Arrival times of recent requests from a Director, by the hash of the request, oldest first."""
+        """Arrival times of recent requests from a Director, by request hash, oldest first."""
 
     @property
     def is_connected(self) -> bool:
@@ -224,8 +223,8 @@ class NatsBus:
         self.stats.sent_bytes += len(data)
 
     async def run(self) -> NoReturn:
-        """Keep the agent connected until cancelled. On cancellation, keep sending messages that have already been
-        published for up to ``goodbye`` seconds.
+        """Keep the agent connected until cancelled. On cancellation, keep sending the messages already published for
+        up to ``goodbye`` seconds.
         """
         early_until = time.monotonic() + self._timing.early
         failures = 0
@@ -290,7 +289,7 @@ class NatsBus:
             except TimeoutError:
                 why = "cannot connect to the bus: no answer in time"
             if not is_refused and not self.is_connected:
-                began = time.monotonic()  # start again, because an unreachable bus does not mean wrong credentials
+                began = time.monotonic()  # restart the timeout: an unreachable bus does not mean wrong credentials
             timeout_s = self._timing.refused if is_refused else self._timing.unreachable
             if time.monotonic() - began >= timeout_s:
                 raise ActionError(f"cannot use the new bus credentials: {why}")

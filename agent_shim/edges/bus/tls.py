@@ -1,8 +1,8 @@
-"""TLS contexts for the bus, built from PEM texts in the settings without leaving a file behind.
+"""TLS contexts for the bus, built from the PEM data in the settings without leaving a file behind.
 
-The rules are those of the Go agent (``mbus/nats_handler.go``, nats.go): TLS 1.2 or newer, and always a client
-certificate. A server is verified by its certificate chain and its subject alternative names, and its common name must
-have the right form but need not match the host.
+The rules match the Go agent (``mbus/nats_handler.go``, nats.go): TLS 1.2 or newer, and always a client certificate. A
+server is verified by its certificate chain and its subject alternative names, and its common name must have the right
+form but need not match the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 SIGNATURE_FAILURE: Final = 7
 """X509_V_ERR_CERT_SIGNATURE_FAILURE: the certificate was not signed by the CA that OpenSSL chose."""
 SERVER_NAME: Final = re.compile(r"[a-zA-Z0-9*\-]*\.nats\.bosh-internal")
-"""Pattern of the common name in a server's certificate."""
+"""Pattern for the common name in a server's certificate."""
 
 
 def client_context(mbus: Mbus) -> ssl.SSLContext:
@@ -99,7 +99,7 @@ def check_server_name(server: ssl.SSLObject) -> None:
     subject: Any = (server.getpeercert() or {}).get("subject", ())
     names = [value for part in subject for name, value in part if name == "commonName"]
     if not names or not SERVER_NAME.fullmatch(names[-1]):
-        # Pass an error number as the first argument. Without one, the exception shows a different text.
+        # Pass an error number as the first argument. Without one, the exception shows a different message.
         reason = "server Certificate CommonName does not match *.nats.bosh-internal"
         raise ssl.SSLCertVerificationError(ssl.SSL_ERROR_SSL, reason)
 
