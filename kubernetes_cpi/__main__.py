@@ -16,8 +16,8 @@ objects nearly all stay in use.
 
 
 def take_stdout() -> int:
-    """Redirect standard output to standard error, so that output of libraries and child processes cannot end up in the
-    response. Return a descriptor of the original standard output for writing the response.
+    """Redirect standard output to standard error, so that output from libraries and child processes cannot end up in
+    the response. Return a descriptor of the original standard output for writing the response.
     """
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process exits
@@ -35,8 +35,7 @@ def run() -> NoReturn:
     """
     gc.set_threshold(ALLOCATIONS_BEFORE_COLLECTION)
     main()
-    # The response is already written, and a regular shutdown of the interpreter would take longer than a whole `has_vm`
-    # call.
+    # The response is already written, and a regular interpreter shutdown would take longer than a whole `has_vm` call.
     os._exit(0)
 
 

@@ -5,10 +5,10 @@ on. The file therefore imports only the standard library, and no module imports 
 
     attach DISK TARGET POD_UID              mount DISK on TARGET, wait for SIGTERM, unmount DISK, and exit
     detach TARGET POD_UID HOLDER PATIENCE   unmount the disk of the attachment whose pod has the UID HOLDER
-    bound DIRECTORY                         stop root of a user namespace from filling the VM's directory
+    bound DIRECTORY                         stop root in a user namespace from filling the VM's directory
     reboot POD_UID GRACE                    terminate PID 1 of the VM's container, so that the kubelet restarts it
 
-DISK is the path at which the claim is mounted in the helper. TARGET lies below a directory of the node that is mounted
+DISK is the path at which the claim is mounted in the helper. TARGET lies below a directory on the node that is mounted
 into both the helper and the VM. A process belongs to the VM if its cgroup path contains the UID of the VM's pod. To see
 these processes, the helper must run in the node's PID namespace.
 
@@ -48,7 +48,7 @@ OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
 STATX, KCMP = (332, 312) if os.uname().machine == "x86_64" else (291, 272)
 """System call numbers. Architectures newer than x86-64 share one table (asm-generic/unistd.h)."""
 LINE_BYTES = 1 << 16
-"""Maximum number of bytes kept of each mount table line. Lines of the CPI's own disks are shorter, so truncation
+"""Maximum number of bytes kept of each mount table line. Lines for the CPI's own disks are shorter, so truncation
 affects only other mounts.
 """
 DISK = "/disk"
@@ -57,12 +57,12 @@ TERMINATION_LOG = "/dev/termination-log"
 RETRY_S = 0.05
 REPORT_S = 5.0
 STALE_S = 24 * 3600.0
-"""Age in seconds at which an empty directory of a deleted VM is removed."""
+"""Age in seconds at which a deleted VM's empty directory is removed."""
 SWEEP_S = 10.0
 """Time limit in seconds for finding out which old VM directories are mounted in any process."""
 IN_USE = "the VM uses it"
 UNMAPPED = 2**32 - 2
-"""A group id that no pod's user namespace maps. Root of a user namespace cannot create or remove files in a directory
+"""A group id that no pod's user namespace maps. Root in a user namespace cannot create or remove files in a directory
 with this group (inode_permission in the kernel).
 """
 
@@ -169,7 +169,7 @@ def is_held(disk: Mount, target: str, uid: str) -> bool:
                     return True
                 raise SystemExit(f"cannot unmount the disk: {os.strerror(ctypes.get_errno())}")
             if any(parents_in_vm(disk, uid)):
-                # The unmount did not reach the VM, which can therefore still write to the disk. Restore the mount.
+                # The unmount did not propagate to the VM, which can still write to the disk, so restore the mount.
                 place = directory(target)
                 flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
                 check(libc.syscall(MOVE_MOUNT, tree, b"", place, b"", flags), f"mount the disk again although {IN_USE}")
@@ -286,7 +286,7 @@ def add(numbers: bytearray, number: int) -> None:
 
 
 def directory_of(path: str) -> FsDirectory:
-    """Return the device and root of a directory, which do not depend on the mount it is reached through."""
+    """Return a directory's device and root. They do not depend on the mount through which the directory is reached."""
     real = os.path.realpath(path)
     around = (one for one in mounts() if real == one.point or real.startswith(one.point.rstrip("/") + "/"))
     inner = max(around, key=lambda one: len(one.point))
@@ -402,7 +402,7 @@ def foreign_userns(uid: str) -> int | None:
 
 
 def bound(directory: str) -> None:
-    """Prevent the root user of the VM's user namespace from creating files in the VM's directory. Otherwise, that user
+    """Prevent the root user in the VM's user namespace from creating files in the VM's directory. Otherwise, that user
     could mount the directory writable and fill the node's disk.
 
     The parent directory is protected in the same way. Its setgid bit passes the unmapped group on to the directories
@@ -436,7 +436,7 @@ def reboot(uid: str, grace: float) -> None:
 
 
 def processes(uid: str) -> Iterator[int]:
-    """Return the processes of the pod.
+    """Return the pod's processes.
 
     The cgroup path of such a process contains the pod's UID, with dashes or, under systemd, with underscores.
     """
@@ -468,8 +468,8 @@ def is_first(pid: int) -> bool:
 
 
 def start_of(pid: int) -> str:
-    """Return the start time of a process, which tells it apart from a later one with the same pid, or "" if it has
-    exited.
+    """Return a process's start time, or "" if it has exited. The start time distinguishes the process from a later one
+    with the same pid.
     """
     fields = text_of(f"{pid}/stat").rpartition(")")[2].split()
     return fields[19] if fields and fields[0] != "Z" else ""
@@ -514,15 +514,15 @@ def lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def unescaped(field: bytes) -> str:
-    """Decode a path from mountinfo, where blanks and similar characters are octal escapes."""
+    """Decode a path from mountinfo, where spaces and similar characters are octal escapes."""
     return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8) & 0xFF]), field))
 
 
 def text_of(name: str) -> str:
     """Return the content of a file below /proc, or "" if the process is gone.
 
-    Process and mount names can contain any bytes. The kernel escapes newlines in both, and blanks in mount paths, but
-    no other character that Python treats as a line break or a blank. Callers therefore split the text at newlines
+    Process and mount names can contain any bytes. The kernel escapes newlines in both, and spaces in mount paths, but
+    no other character that Python treats as a line break or as whitespace. Callers therefore split the text at newlines
     instead of calling ``splitlines``.
     """
     with contextlib.suppress(OSError), open(f"/proc/{name}", "rb") as file:

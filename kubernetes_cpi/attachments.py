@@ -1,7 +1,7 @@
 """Attachments: helper pods that bind a disk into a running VM.
 
 Attaching a disk this way leaves the VM's address, processes and data unchanged. An attachment mounts the claim and
-binds it below a directory of the node that is also mounted into the VM. It exits only after the disk is unmounted, so
+binds it below a directory on the node that is also mounted into the VM. It exits only after the disk is unmounted, so
 deleting the attachment cannot remove a disk that is in use.
 """
 
@@ -86,7 +86,7 @@ def refusal(session: Session, namespace: str, vm: Object) -> str:
 
 
 def attach(session: Session, vm: Object, disk: str) -> None:
-    """Create the attachment of a disk and wait until it has mounted the disk."""
+    """Create a disk's attachment and wait until it has mounted the disk."""
     cid, namespace = vm["metadata"]["name"], vm["metadata"]["namespace"]
     if not manifests.live_disks(vm):
         raise NotSupportedError(
@@ -112,7 +112,7 @@ def attach(session: Session, vm: Object, disk: str) -> None:
 
 
 def unmount(session: Session, vm: Object, attachment: Object, disk: str) -> None:
-    """Unmount a disk of a running VM with a helper pod.
+    """Use a helper pod to unmount one of a running VM's disks.
 
     Raises ``CpiError`` if the VM still uses the disk after `timeouts.unmount`; the attachment then stays unchanged.
 
@@ -167,14 +167,14 @@ def end(session: Session, vm: str, disk: str) -> None:
 
 
 def find(session: Session, vm: str, disk: str) -> Object | None:
-    """Return the attachment of a disk to a VM, or None if there is none or it has already unmounted the disk."""
+    """Return the attachment that binds a disk into a VM, or None if there is none or it has unmounted the disk."""
     pod = session.client.find(PODS, session.namespace_of(vm), names.attachment(vm, disk))
     is_ours = pod is not None and names.is_ours(pod, names.KIND_ATTACHMENT, session.director)
     return pod if pod is not None and is_ours and not pods.has_stopped(pod) else None
 
 
 def of(session: Session, vm: str) -> list[Object]:
-    """Return all helper pods of a VM, including its attachments."""
+    """Return all of a VM's helper pods, including its attachments."""
     selector = f"{names.VM}={vm},{names.KIND} in ({','.join(KINDS)})"
     return list(session.client.list(PODS, session.namespace_of(vm), labels=selector))
 
@@ -188,7 +188,7 @@ def disks_of(attachments: Sequence[Object]) -> list[str]:
 
 
 def end_all(session: Session, vm: str) -> bool:
-    """Delete the helper pods of a VM whose pod is gone. Return True if there were any."""
+    """Delete the helper pods for a VM whose pod is gone. Return True if there were any."""
     namespace, found = session.namespace_of(vm), of(session, vm)
     for pod in found:
         session.client.delete(PODS, namespace, pod["metadata"]["name"])
@@ -232,7 +232,7 @@ def reboot(session: Session, vm: Object) -> None:
 
 
 def _run(session: Session, namespace: str, body: Object, timeout_s: float) -> None:
-    """Run a helper pod that has the directory `disks.host_path` mounted, and delete the pod when it is done.
+    """Run a helper pod that mounts the `disks.host_path` directory, and delete the pod when it is done.
 
     Raises ``CpiError`` with the helper's last line of output if it fails.
     """
@@ -308,7 +308,7 @@ def _add_program(spec: Object, like: Object) -> None:
 
 
 def _create_or_find(session: Session, namespace: str, body: Object) -> Object:
-    """Create a helper pod, or return the existing pod of that name."""
+    """Create a helper pod, or return the existing pod with that name."""
     try:
         return session.client.ensure(PODS, namespace, body)[0]
     except ApiError as exc:

@@ -1,7 +1,7 @@
-"""PodDisruptionBudgets for instance groups, so that a node drain evicts only one VM of a group at a time.
+"""PodDisruptionBudgets for instance groups, so that a node drain evicts only one VM in a group at a time.
 
 Kubernetes supports relative budgets, such as `maxUnavailable`, only for pods that a controller manages. VMs are bare
-pods, so each budget instead states how many pods must stay available: one less than the group has VMs.
+pods, so each budget instead states how many pods must stay available: all of the group's pods but one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kubernetes_cpi.session import Session
 
 
 def keep(session: Session, namespace: str, group: str) -> None:
-    """Set the budget of a group according to the number of its VMs.
+    """Set a group's budget according to the number of VMs in the group.
 
     Does nothing if the cluster does not support budgets or the account may not use them.
     """
@@ -33,7 +33,7 @@ def keep(session: Session, namespace: str, group: str) -> None:
 def _try_update(session: Session, namespace: str, group: str) -> bool:
     """Try once to update the budget. Return False if another call changed it at the same time."""
     name = f"group-{group}"
-    # Read the budget before counting the VMs, so that a concurrent change of the budget is detected as a conflict.
+    # Read the budget before counting the VMs, so that a concurrent change to the budget is detected as a conflict.
     found = session.client.find(BUDGETS, namespace, name)
     session.check_ours(found, names.KIND_BUDGET, CpiError)
     selector = {names.GROUP: group, names.KIND: names.KIND_VM}
@@ -49,7 +49,7 @@ def _try_update(session: Session, namespace: str, group: str) -> bool:
         return True
     spec: Object = {"minAvailable": size - 1}
     if found is None:
-        # A VM that is not ready must not block the drain of its node.
+        # A VM that is not ready must not keep its node from being drained.
         spec |= {"selector": {"matchLabels": selector}, "unhealthyPodEvictionPolicy": "AlwaysAllow"}
         body = BUDGETS.document(name, names.labels(names.KIND_BUDGET, session.director, **{names.GROUP: group}), spec)
         return session.client.ensure(BUDGETS, namespace, body)[1]

@@ -1,7 +1,7 @@
-"""PersistentVolumeClaims of disks, and the record of which VM holds each disk.
+"""The disks' PersistentVolumeClaims, and the record of which VM holds each disk.
 
-An annotation of the claim names the VM that holds the disk. Each change of this annotation is conditional on the
-claim's `resourceVersion`, so if two calls for one disk run concurrently, one of them fails with a conflict. The
+An annotation on the claim names the VM that holds the disk. Each change to this annotation is conditional on the
+claim's `resourceVersion`, so if two calls for the same disk run concurrently, one of them fails with a conflict. The
 annotation does not show whether a VM still uses a disk; that is determined from the pods.
 """
 
@@ -40,7 +40,7 @@ def annotation(claim: Object, key: str) -> str:
 
 
 def find(session: Session, disk: str) -> Object | None:
-    """Return the claim of a disk, or None if it does not exist, is being deleted or has lost its volume."""
+    """Return a disk's claim, or None if it does not exist, is being deleted or has lost its volume."""
     claim = session.find(CLAIMS, disk, names.KIND_DISK)
     if claim is None or "deletionTimestamp" in claim["metadata"]:
         return None
@@ -48,7 +48,7 @@ def find(session: Session, disk: str) -> Object | None:
 
 
 def get(session: Session, disk: str) -> Object:
-    """Return the claim of a disk. Raises ``DiskNotFoundError`` if it does not exist, is being deleted or has lost its
+    """Return a disk's claim. Raises ``DiskNotFoundError`` if it does not exist, is being deleted or has lost its
     volume.
     """
     claim = find(session, disk)
@@ -88,8 +88,10 @@ def hold(session: Session, disk: str, vm: str) -> Held:
 
 
 def check_free(claim: Object, users: Sequence[Object]) -> list[str]:
-    """Return the VMs among the owners of ``users`` that have detached the disk but still have it mounted. Raises
-    ``InUseError`` if any other pod uses the disk.
+    """Check that no VM and no unrelated pod uses the disk. ``users`` are the pods that mount it.
+
+    Return the VMs that have detached the disk, but whose helper pods still mount it. Raises ``InUseError`` if another
+    pod mounts it.
     """
     disk, holder = claim["metadata"]["name"], annotation(claim, names.HOLDER)
     for pod in users:
@@ -177,7 +179,7 @@ def check_class(session: Session, body: Object) -> None:
 
 
 def annotate(session: Session, claim: Object, annotations: Mapping[str, str | None]) -> bool:
-    """Change annotations of a claim. Return False, and change nothing, if the claim has changed since it was read."""
+    """Change a claim's annotations. Return False, and change nothing, if the claim has changed since it was read."""
     metadata = {"annotations": annotations, "resourceVersion": claim["metadata"]["resourceVersion"]}
     name = claim["metadata"]["name"]
     try:

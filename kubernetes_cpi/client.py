@@ -1,4 +1,4 @@
-"""Client of the API server: requests that are retried after temporary errors, and watches that survive lost
+"""Client for the API server: requests that are retried after temporary errors, and watches that survive lost
 connections.
 
 Every request is logged as one line. `timeouts.retry` limits the total duration of all attempts.
@@ -81,7 +81,7 @@ SNAPSHOTS: Final = Resource("apis/snapshot.storage.k8s.io/v1", "volumesnapshots"
 
 
 class Client:
-    """Client of one API server. It sends its requests sequentially over one connection."""
+    """Client for one API server. It sends its requests sequentially over one connection."""
 
     def __init__(self, access: Access, timeouts: Timeouts) -> None:
         self.access = access
@@ -123,7 +123,7 @@ class Client:
                 return
 
     def create(self, resource: Resource, namespace: str, body: Object) -> Object:
-        """Create an object. Raises ``ApiError`` 409 if an object of this name exists, which may be the result of an
+        """Create an object. Raises ``ApiError`` 409 if an object with this name exists, which may be the result of an
         earlier attempt whose response was lost.
         """
         return self._object("POST", resource.path(namespace), body, name=body["metadata"]["name"])
@@ -136,7 +136,7 @@ class Client:
         self._object("POST", f"{resource.path(namespace)}?{DRY_RUN}", body, name=body["metadata"]["name"])
 
     def ensure(self, resource: Resource, namespace: str, body: Object) -> tuple[Object, bool]:
-        """Create an object unless one of this name exists. Return the object and whether it is new."""
+        """Create an object unless one with this name exists. Return the object and whether it is new."""
         try:
             return self.create(resource, namespace, body), True
         except ApiError as exc:
@@ -259,7 +259,7 @@ class Client:
             except ssl.SSLCertVerificationError as exc:
                 raise InputError(f"cannot trust the API server {self.access.server}: {exc.verify_message}") from exc
             except ValueError:
-                # Leave out the message of http.client, because it quotes the headers, which contain the credentials.
+                # Leave out http.client's message, because it quotes the headers, which contain the credentials.
                 raise InputError(f"cannot {what}: HTTP does not allow its path or headers") from None
             except (OSError, http.client.HTTPException) as exc:
                 self.close()
@@ -380,7 +380,7 @@ class _WatchEndedError(Exception):
 
 
 class _NamedContext(ssl.SSLContext):
-    """An SSL context that checks the server's certificate against ``name`` instead of the host it connects to."""
+    """An SSL context that checks the server's certificate against ``name`` instead of the host in the URL."""
 
     name: str = ""
 
@@ -408,7 +408,7 @@ def _tls(access: Access) -> ssl.SSLContext:
 
 
 class _private_file:  # noqa: N801 - used as a function
-    """A context manager that writes a text to a file that only this process can read. It is needed because `ssl` loads
+    """A context manager that writes text to a file that only this process can read. It is needed because `ssl` loads
     keys only from files.
     """
 

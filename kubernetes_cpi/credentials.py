@@ -1,4 +1,4 @@
-"""Address and credentials of the API server: from properties, a kubeconfig (including exec plugins), or a service
+"""Address and credentials for the API server: from properties, a kubeconfig (including exec plugins), or a service
 account.
 """
 
@@ -39,11 +39,11 @@ class ExecCredential(msgspec.Struct, frozen=True):
 
 
 class Access(msgspec.Struct):
-    """Address and credentials of an API server. ``renew`` rereads the token file and reruns the exec plugin."""
+    """Address and credentials for an API server. ``renew`` rereads the token file and reruns the exec plugin."""
 
     server: str
     ca: str = ""
-    """CA certificate of the API server, in PEM format."""
+    """The API server's CA certificate, in PEM format."""
     is_verified: bool = True
     tls_server_name: str = ""
     proxy: str = ""
@@ -88,7 +88,7 @@ class Access(msgspec.Struct):
         except OSError as exc:
             raise InputError(f"cannot get credentials from {command[0]}: {exc.strerror}") from exc
         except subprocess.SubprocessError as exc:
-            # Leave out the text of the exception, because it quotes the command's arguments.
+            # Leave out the exception's message, because it quotes the command's arguments.
             told = (getattr(exc, "stderr", None) or b"").decode(errors="replace").strip()
             raise InputError(f"cannot get credentials from {command[0]}: {told or type(exc).__name__}") from None
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -172,7 +172,7 @@ def _parsed(text: str, origin: str) -> dict[str, Any]:
         try:
             document = yaml.safe_load(text)
         except yaml.YAMLError as exc:
-            # Report only the position, because the text of the exception may quote a part of the token.
+            # Report only the position, because the exception's message may quote a part of the token.
             place = getattr(exc, "problem_mark", None)
             raise InputError(
                 f"cannot read {origin}: not valid YAML{f' in line {place.line + 1}' if place else ''}"

@@ -33,8 +33,8 @@ MIB: Final = 1024**2
 
 
 def create(session: Session, size_mib: int, cloud_properties: Object | None = None, vm: Cid | None = None) -> str:
-    """Create the claim of a disk, or use the claim that was reserved for the VM. Return the disk's cid without waiting
-    until a volume is bound to the claim.
+    """Create a disk's claim, or use the claim that was reserved for the VM. Return the disk's cid without waiting until
+    a volume is bound to the claim.
     """
     if size_mib <= 0:
         raise InputError(f"cannot create a disk of {size_mib} MiB")
@@ -63,8 +63,8 @@ def create(session: Session, size_mib: int, cloud_properties: Object | None = No
 
 
 def delete(session: Session, disk: Cid) -> None:
-    """Delete the claim of a disk. If the disk is detached but a pod still mounts it, the cluster keeps the claim until
-    that pod has terminated.
+    """Delete a disk's claim. If the disk is detached but a pod still mounts it, the cluster keeps the claim until that
+    pod has terminated.
     """
     claim, namespace = claims.find(session, disk), session.namespace_of(disk)
     if claim is None:
@@ -132,7 +132,7 @@ def of_vm(session: Session, vm: Cid) -> list[str]:
 
 
 def set_metadata(session: Session, disk: Cid, metadata: Object) -> None:
-    """Store the Director's metadata as labels and annotations of the claim."""
+    """Store the Director's metadata as labels and annotations on the claim."""
     claims.get(session, disk)
     vms.patch_metadata(session, CLAIMS, disk, metadata, DiskNotFoundError)
 
@@ -147,7 +147,7 @@ def resize(session: Session, disk: Cid, size_mib: int) -> None:
 
 
 def update(session: Session, disk: Cid, size_mib: int, cloud_properties: Object | None = None) -> None:
-    """Change the size and VolumeAttributesClass of a disk.
+    """Change a disk's size and VolumeAttributesClass.
 
     Raises ``NotSupportedError`` for other changes; the Director then copies the data to a new disk.
     """
@@ -214,7 +214,7 @@ def _attach_by_recreation(session: Session, pod: Object, disk: str) -> dict[str,
 
 
 def _pod(session: Session, vm: str) -> Object:
-    """Return the pod of a VM, after completing an interrupted recreation."""
+    """Return a VM's pod, after completing an interrupted recreation."""
     pod = session.find(PODS, vm, names.KIND_VM)
     if pod is not None:
         return pod

@@ -1,5 +1,5 @@
-"""``python -m kubernetes_cpi doctor``: report which permissions, security tiers, ways to attach disks and
-StorageClasses this cluster, namespace and account offer.
+"""``python -m kubernetes_cpi doctor``: report which permissions, security tiers, StorageClasses and ways to attach
+disks this cluster, namespace and account offer.
 
 The command uses access reviews and dry runs, and creates nothing.
 """

@@ -1,6 +1,6 @@
-"""Turn the bytes of a request into the bytes of a response, even after an error.
+"""Serve a request: take its bytes and return the bytes of the response, even if an error occurs.
 
-The formats of requests and responses are those of the Director (clouds/external_cpi.rb) and the CLI
+The request and response formats match those of the Director (clouds/external_cpi.rb) and the CLI
 (cloud/cpi_cmd_runner.go).
 """
 
@@ -17,7 +17,7 @@ from kubernetes_cpi import log
 from kubernetes_cpi.errors import CpiError, InputError
 
 INFO: Final = {"api_version": 3, "stemcell_formats": ["kubernetes-light", "docker-light", "warden-light"]}
-"""Response to the method `info`. The Director calls it before every other method (cloud_factory.rb), so it must work
+"""Response to the `info` method. The Director calls it before every other method (cloud_factory.rb), so it must work
 without a cluster and without a configuration.
 """
 USAGE: Final = "usage: python -m kubernetes_cpi [--config FILE] <REQUEST >RESPONSE"
@@ -67,8 +67,7 @@ def answer(raw: bytes, arguments: Sequence[str]) -> bytes:
     except Exception as exc:  # noqa: BLE001 - a bug also needs a response; its traceback goes to stderr
         import traceback
 
-        # Leave out the text of the exception, because it may quote a secret in a form that redaction does not
-        # recognize.
+        # Leave out the exception's message, because it may quote a secret in a form that redaction does not recognize.
         frames = traceback.extract_tb(exc.__traceback__)
         told = f"cannot {name}: {type(exc).__name__} in {frames[-1].name}, a bug in this CPI; its log has the traceback"
         log.say("".join(frames.format()) + told)

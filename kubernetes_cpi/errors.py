@@ -1,4 +1,4 @@
-"""Errors of the CPI, one class for each error type that the Director knows (clouds/errors.rb, external_cpi.rb).
+"""The CPI's errors, one class for each error type that the Director knows (clouds/errors.rb, external_cpi.rb).
 
 Messages have the form ``cannot X: reason``, followed by what to do next if there is something to do.
 """

@@ -1,4 +1,6 @@
-"""``python -m kubernetes_cpi leftovers``: list objects of VMs, disks and snapshots that the Director does not know."""
+"""``python -m kubernetes_cpi leftovers``: list the Kubernetes objects of VMs, disks
+and snapshots that are unknown to the Director.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 MIN_SECRET_CHARS: Final = 6
-"""Minimum length of a secret. Shorter texts are not redacted, because they would match too much of the log."""
+"""Minimum length of a secret. Shorter strings are not redacted, because they would match too much of the log."""
 HIDDEN: Final = "<redacted>"
 NOT_SECRET: Final = frozenset({"group", "groups", "tags"})
 """Keys of `env.bosh` whose values are not redacted. The Director's own log shows them too (clouds/external_cpi.rb)."""

@@ -1,6 +1,6 @@
-"""Build the documents of pods, Secrets and claims. The functions are pure, so equal requests produce equal documents.
+"""Build the documents for pods, Secrets and claims. The functions are pure, so equal requests produce equal documents.
 
-Kubernetes supports all fields since version 1.20, except those that only some tiers and properties use.
+All of the fields have been supported since Kubernetes 1.20, except those that only some tiers and properties use.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ read it, because the settings volume does not include this key.
 """
 DATA: Final = "/var/vcap/data"
 MARGIN_S: Final = 10
-"""Seconds by which the pod's grace period exceeds the grace period of the jobs. The kubelet starts counting before it
-runs the preStop hook, which stops the jobs.
+"""Seconds by which the pod's grace period exceeds the jobs' grace period. The kubelet starts counting before it runs
+the preStop hook, which stops the jobs.
 """
 
 BASE_CAPABILITIES: Final = (
     *("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETUID", "SETGID", "KILL", "NET_BIND_SERVICE", "SYS_CHROOT", "AUDIT_WRITE"),
 )
 _USER: Final = 1000
-"""UID and GID of vcap in the tier without root."""
+"""vcap's UID and GID in the tier without root."""
 
 
 class Vm(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ class Vm(msgspec.Struct, frozen=True):
     properties: VmProperties
     networks: NetworkPlan
     groups: Sequence[str]
-    """`env.bosh.groups`: the names of director, deployment and instance group, and combinations of these names."""
+    """`env.bosh.groups`: the names of the director, deployment and instance group, and combinations of these names."""
     attach: str
     """How a disk is attached to the running VM: `live`, `recreate`, `never`, or `auto`, which excludes ways that would
     change the VM's address.
@@ -94,7 +94,7 @@ class Vm(msgspec.Struct, frozen=True):
 
     @property
     def group(self) -> str:
-        """Return the value of the label that the VMs of one instance group share, or "" for a VM without a group."""
+        """Return the value of the label that the VMs in one instance group share, or "" for a VM without a group."""
         return names.digest(*self.groups[:3]) if len(self.groups) >= 3 else ""
 
 
@@ -116,7 +116,7 @@ def settings(vm: Vm, agent_id: str, env: Mapping[str, Any], agent: AgentOptions)
 
 
 def secret(vm: Vm, settings: Object, pod: Object) -> Object:
-    """Return the Secret of a VM. It can be immutable, because the agent gets later settings over the bus."""
+    """Return a VM's Secret. It can be immutable, because the agent gets later settings over the bus."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -156,7 +156,7 @@ def claim(
 
 
 def disk_claim(name: str, director: str, size: Size, properties: DiskProperties, config: Config) -> Object:
-    """Return the claim of a persistent disk."""
+    """Return a persistent disk's claim."""
     return claim(
         name,
         names.KIND_DISK,
@@ -196,7 +196,7 @@ def reserved_name(vm: str, namespace: str) -> str:
 
 
 def reserved_claim(vm: Vm, config: Config) -> Object:
-    """Return the claim of a reserved disk. An annotation marks it as reserved until create_disk returns it."""
+    """Return a reserved disk's claim. An annotation marks it as reserved until create_disk returns it."""
     disk = vm.properties.persistent_disk
     assert disk is not None
     properties = DiskProperties(storage_class=disk.storage_class)
@@ -213,8 +213,8 @@ def text(document: Object) -> str:
 def group_service(service: KubernetesService, vm: Vm) -> Object:
     """Return a Service for the VM's instance group.
 
-    An annotation names the VM, so every new VM of the group changes the Service and its `resourceVersion`. A concurrent
-    delete_vm that has just found the group empty then does not delete the Service, because it requires the old
+    An annotation names the VM, so every new VM in the group changes the Service and its `resourceVersion`. A concurrent
+    delete_vm that has just found the group empty therefore does not delete the Service, because it requires the old
     `resourceVersion`.
     """
     spec: Object = {
@@ -264,7 +264,7 @@ def _rules(policy: NetworkPolicy | None) -> Mapping[str, list[dict[str, Any]]]:
 
 
 def _labels_of_group(kind: str, vm: Vm) -> dict[str, str]:
-    """Return the labels of an object that all VMs of a group share."""
+    """Return the labels for an object that all VMs in a group share."""
     return names.labels(kind, vm.director, **{names.GROUP: vm.group or names.digest(vm.cid)})
 
 
@@ -300,7 +300,7 @@ def requests_of(pod: Object) -> dict[str, str]:
 
 
 def pod(vm: Vm) -> Object:
-    """Return the pod of a VM, without persistent disks."""
+    """Return a VM's pod, without persistent disks."""
     properties = vm.properties
     volumes, mounts = _volumes(vm)
     container: Object = {
@@ -393,7 +393,7 @@ def place_at_creation(pod: Object, disk: str) -> str:
 
 
 def claims_of(pod: Object) -> list[str]:
-    """Return all claims that a pod mounts, not only those of the CPI."""
+    """Return all claims that a pod mounts, not only the CPI's."""
     volumes = pod["spec"].get("volumes") or []
     return [one["persistentVolumeClaim"]["claimName"] for one in volumes if "persistentVolumeClaim" in one]
 
@@ -483,8 +483,8 @@ def _container_security(properties: VmProperties) -> Object:
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     if tier == "userns":
-        # The default profiles of container runtimes forbid all mounts, and the kernel refuses to mount a new /proc if
-        # parts of the existing one are masked.
+        # Lift two restrictions that would prevent mounts: container runtimes' default profiles forbid all mounts, and
+        # the kernel refuses to mount a new /proc if parts of the existing one are masked.
         security["capabilities"]["add"].append("SYS_ADMIN")
         security |= {"appArmorProfile": {"type": "Unconfined"}, "procMount": "Unmasked"}
     return security
@@ -528,7 +528,7 @@ def _resources(vm: Vm) -> Object:
     if properties.cpu_limit:
         limits["cpu"] = str(properties.cpu_limit)
     if not vm.has_data_claim:
-        # The container gets no limit, because its logs would count towards the limit too. The volume has its own limit.
+        # Set no limit on the container's storage, because its logs would count too. The volume has its own limit.
         requests["ephemeral-storage"] = quantity(properties.ephemeral_disk.size)
     if properties.memory:
         requests["memory"] = limits["memory"] = quantity(properties.memory)
@@ -590,8 +590,8 @@ def _copied(document: Object) -> Object:
 
 
 def _group_labels(vm: Vm) -> dict[str, str]:
-    """Return the names of director, deployment and instance group as labels. set_vm_metadata sets these labels again
-    later, along with others.
+    """Return the names of the director, deployment and instance group as labels. set_vm_metadata sets these labels
+    again later, along with others.
     """
     labels, _ = names.metadata(dict(zip(("director", "deployment", "instance_group"), vm.groups, strict=False)))
     return labels | ({names.GROUP: vm.group} if vm.group else {})

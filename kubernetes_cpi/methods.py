@@ -43,7 +43,7 @@ the arguments of the method.
 LOCAL: Final = frozenset({"create_stemcell", "delete_stemcell", "calculate_vm_cloud_properties"})
 """Methods that need no cluster. Their functions take the configuration instead of a session."""
 ENV: Final = slice(5, 6)
-"""Position of `env` in the arguments of create_vm."""
+"""Position of `env` in create_vm's arguments."""
 
 
 def call(name: str, arguments: Sequence[Any], context: Mapping[str, Any], file: str) -> Any:

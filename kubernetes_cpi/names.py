@@ -1,7 +1,7 @@
-"""Names and labels of objects.
+"""Object names and labels.
 
-The name of an object is its cid. It contains the namespace, so that later calls find the object. Names are derived from
-the request and are not random, so that a retry of an interrupted call finds the objects of the first attempt.
+An object's name is its cid. It contains the namespace, so that later calls find the object. Names are derived from the
+request and are not random, so that a retry of an interrupted call finds the objects that the first attempt created.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 Cid = Annotated[str, msgspec.Meta(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
-"""A cid of this CPI. It is also the name of the Kubernetes object."""
+"""A cid that this CPI creates. It is also the name of the Kubernetes object."""
 
 ARCHITECTURE: Final = "kubernetes.io/arch"
 """Node label with the node's architecture."""
@@ -26,44 +26,44 @@ DIRECTOR: Final = "cpi.bosh.io/director"
 VM: Final = "cpi.bosh.io/vm"
 DISK: Final = "cpi.bosh.io/disk"
 GROUP: Final = "cpi.bosh.io/group"
-"""Label with a digest of deployment and instance group, used for anti-affinity and as a selector of Services. The names
-themselves could be too long for a label.
+"""Label with a digest of the deployment and instance group, used for anti-affinity and as a selector of Services. The
+names themselves could be too long for a label.
 """
 METADATA: Final = "bosh.io/"
 """Prefix of the labels and annotations that set_vm_metadata and set_disk_metadata store."""
 
 HOLDER: Final = "cpi.bosh.io/holder"
-"""Annotation of a claim: the VM to which it is attached or is being attached."""
+"""Annotation on a claim: the VM to which it is attached or is being attached."""
 DETACHED_FROM: Final = "cpi.bosh.io/detached-from"
-"""Annotation of a claim: the VM that last detached the disk and whose pod may still mount it."""
+"""Annotation on a claim: the VM that last detached the disk and whose pod may still mount it."""
 RESERVED_FOR: Final = "cpi.bosh.io/reserved-for"
-"""Annotation of a reserved claim: the VM with which it was created. create_disk removes the annotation when it returns
+"""Annotation on a reserved claim: the VM with which it was created. create_disk removes the annotation when it returns
 the disk.
 """
 REQUEST: Final = "cpi.bosh.io/request"
 """Annotation: digest of the request that created or adopted the object."""
 DISKS: Final = "cpi.bosh.io/disks"
-"""Annotation of a data claim during a recreation: a description of the new pod, with its disks, as JSON
+"""Annotation on a data claim during a recreation: a description of the new pod, with its disks, as JSON
 (``recreation.Intent``).
 """
 ATTACH: Final = "cpi.bosh.io/attach"
-"""Annotation of a VM's pod: how disks are attached to it while it runs."""
+"""Annotation on a VM's pod: how disks are attached to it while it runs."""
 DISKS_AT: Final = "cpi.bosh.io/disks-at"
-"""Annotation of a VM's pod: the directory for disks that have been mounted since the pod was created."""
+"""Annotation on a VM's pod: the directory for disks that have been mounted since the pod was created."""
 RECREATED: Final = "cpi.bosh.io/recreated"
-"""Annotation of a pod that was created by a recreation."""
+"""Annotation on a pod that was created by a recreation."""
 POLICY: Final = "cpi.bosh.io/network-policy"
-"""Annotation of a VM's Secret: the NetworkPolicy of its group."""
+"""Annotation on a VM's Secret: its group's NetworkPolicy."""
 INGRESS: Final = "cpi.bosh.io/ingress"
-"""Annotation of a Service that has an Ingress of the same name."""
+"""Annotation on a Service that has an Ingress with the same name."""
 
 OWN_RULES: Final = {"ingress": "cpi.bosh.io/own-ingress", "egress": "cpi.bosh.io/own-egress"}
-"""Labels of pods whose group has its own network rules, by direction of traffic.
+"""Labels on pods whose group has its own network rules, by direction of traffic.
 
 Policies are additive, so the namespace's policy must exclude these pods.
 """
 KEEP: Final = "cpi.bosh.io/keep"
-"""Label of a Service that is not deleted with the last VM behind it."""
+"""Label on a Service that is not deleted with the last VM behind it."""
 
 KIND_VM: Final = "vm"
 KIND_DISK: Final = "disk"
@@ -107,7 +107,7 @@ def tail(name: str) -> str:
 
 
 def data_claim(vm: str) -> str:
-    """Return the name of the claim of `/var/vcap/data`."""
+    """Return the name of the claim for `/var/vcap/data`."""
     return f"data-{vm}"
 
 
@@ -117,12 +117,12 @@ def attachment(vm: str, disk: str) -> str:
 
 
 def detachment(vm: str, disk: str) -> str:
-    """Return the name of the pod that unmounts a disk of a running VM."""
+    """Return the name of the pod that unmounts one of a running VM's disks."""
     return f"detach-{tail(vm)}-{tail(disk)}"
 
 
 def labels(kind: str, director: str, **more: str) -> dict[str, str]:
-    """Return the labels that every object of the CPI has."""
+    """Return the labels that all of the CPI's objects have."""
     return {MANAGED_BY: OURS, KIND: kind, **({DIRECTOR: value(director)} if director else {}), **more}
 
 

@@ -1,4 +1,4 @@
-"""Convert a VM's networks to the agent's network settings, to annotations and the DNS configuration of the pod, and to
+"""Convert a VM's networks to the agent's network settings, to the pod's annotations and DNS configuration, and to
 Services for `vip` networks.
 """
 
@@ -20,13 +20,13 @@ MAX_NAMESERVERS: Final = 3
 MULTUS: Final = "k8s.v1.cni.cncf.io/networks"
 DELEGATED: Final = "((delegated_prefix))"
 ADDRESS_OF_FORMER_VM: Final = ("ip", "netmask", "gateway")
-"""Members to ignore in a dynamic network, because the Director fills them with values of the instance's previous VM
+"""Members to ignore in a dynamic network, because the Director fills them with values from the instance's previous VM
 (network_settings.rb).
 """
 
 
 class RequestedNetwork(msgspec.Struct, frozen=True):
-    """A network of a create_vm request. Unknown members are passed on to the agent."""
+    """A network in a create_vm request. Unknown members are passed on to the agent."""
 
     type: str = "manual"
     ip: str = ""
@@ -57,7 +57,7 @@ class Vip(msgspec.Struct, frozen=True):
 
 
 class NetworkPlan(msgspec.Struct, frozen=True):
-    """Settings of the pod that follow from the VM's networks."""
+    """Pod settings that follow from the VM's networks."""
 
     settings: dict[str, Any]
     annotations: dict[str, str] = {}
@@ -68,7 +68,7 @@ class NetworkPlan(msgspec.Struct, frozen=True):
 
 
 def plan(networks: Mapping[str, Any], defaults: Networks) -> NetworkPlan:
-    """Read the networks of a request and derive the pod's annotations, DNS settings and Services."""
+    """Read the networks in a request and derive the pod's annotations, DNS settings and Services."""
     plan = NetworkPlan(settings={})
     annotations: dict[str, str] = {}
     interfaces: list[Object] = []
@@ -210,8 +210,8 @@ def _interface(name: str, network: RequestedNetwork, properties: NetworkProperti
 
 
 def _refuse_prefix(name: str, network: RequestedNetwork) -> None:
-    """Reject a delegated prefix on a network that gives a pod only one address, because the jobs would try to use all
-    addresses of the prefix.
+    """Reject a delegated prefix on a network that gives a pod only one address. The jobs would otherwise try to use all
+    addresses in the prefix.
     """
     if network.prefix and network.prefix != str(_single_address_prefix(network)):
         raise NotSupportedError(

@@ -19,7 +19,7 @@ HOPELESS: Final = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"}
     | {"RegistryUnavailable", "CreateContainerConfigError"}
 )
-"""Reasons in the status of a waiting container which mean that it will not start until somebody intervenes."""
+"""Reasons in a waiting container's status that mean that it will not start until somebody intervenes."""
 PASSING: Final = r"time-?out|timed out|connection (refused|reset)|eof|too ?many ?requests|429|50[0234]"
 """Matches image pull errors that may be temporary."""
 NEW_CLAIM: Final = r'persistentvolumeclaim "[^"]*" not found|unbound immediate PersistentVolumeClaims'
@@ -43,7 +43,7 @@ FORCED_END_S: Final = 30
 CLOCK_MARGIN_S: Final = 0.5
 EVENTS_SHOWN: Final = 3
 QUIET: Final = frozenset({"Scheduled", "Pulling", "Pulled", "Created", "Started", "WaitForFirstConsumer"})
-"""Reasons of events that accompany every start and therefore do not explain a delay."""
+"""Reasons given in events that occur at every start and therefore do not explain a delay."""
 
 
 def is_ready(pod: Object) -> bool:
@@ -126,11 +126,11 @@ def end(
 ) -> bool:
     """Delete a pod and wait until its containers have terminated. Return False if there is no pod.
 
-    If ``is_name_needed`` is set, also wait until the object is gone, so that a pod of the same name can be created.
+    If ``is_name_needed`` is set, also wait until the object is gone, so that a pod with the same name can be created.
 
     The node must confirm within the grace period plus `timeouts.delete_vm` that the containers have terminated. If it
-    does not, ``CpiError`` is raised as long as the node is Ready. A node that is not Ready may be dead, so its pod is
-    deleted by force.
+    does not, ``CpiError`` is raised if the node is Ready. A node that is not Ready may be dead, so the pod is then
+    force-deleted instead.
     """
     asked = session.client.delete(PODS, namespace, name, grace_s=grace_s)
     if asked is None:
@@ -157,13 +157,13 @@ def end(
 
 
 def until_gone(session: Session, namespace: str, name: str, timeout_s: float) -> bool:
-    """Wait until a deleted pod no longer exists. Return False if it still does."""
+    """Wait until a deleted pod no longer exists. Return False if it still exists after ``timeout_s`` seconds."""
     return _is_gone(session, namespace, name, "", timeout_s, is_name_needed=True)
 
 
 def until_stopped(session: Session, namespace: str, name: str, timeout_s: float) -> bool:
-    """Wait until the container of a deleted pod has exited with status 0 or the pod is gone. Return False if neither
-    happens in time.
+    """Wait until a deleted pod's container has exited with status 0 or the pod is gone. Return False if neither happens
+    in time.
 
     Raises ``CpiError`` with the container's last line of output if it exits with another status.
     """
@@ -281,7 +281,7 @@ class _Judge:
 
 
 def _kind(pod: Object) -> str:
-    """Return a keyword for what the pod is waiting for, a key of ``_Judge._patience``."""
+    """Return what the pod is waiting for, as a key of ``_Judge._patience``."""
     if (message := _unschedulable(pod)) is not None:
         if re.search(NEW_CLAIM, message):
             return "claim"

@@ -34,7 +34,7 @@ class Records(msgspec.Struct, frozen=True):
     """The members of ``disks`` that are orphaned. The Director does not list their snapshots."""
     snapshots: frozenset[str]
     lists_dynamic_disks: bool
-    """False if the Director lacks `GET /dynamic_disks`. Any unknown disk may then be a dynamic disk."""
+    """False if the Director lacks `GET /dynamic_disks`. In that case, any unknown disk may be a dynamic disk."""
 
 
 class _Table(msgspec.Struct):
@@ -85,7 +85,7 @@ class _RefusedError(InputError):
 
 
 def director() -> str:
-    """Return the UUID of the Director that the environment variables of the CLI select.
+    """Return the UUID of the Director that the CLI's environment variables select.
 
     It is the same UUID that the Director passes to its CPI.
     """
@@ -96,8 +96,8 @@ def director() -> str:
 
 
 def check_idle() -> None:
-    """Raise ``InputError`` while the Director has unfinished tasks, because a task records a VM only after it has
-    created it.
+    """Raise ``InputError`` while the Director has unfinished tasks. A task records a VM only after it has created the
+    VM, so the records may be incomplete.
     """
     for task in _get(UNFINISHED, list[_TaskRow]):
         raise InputError(
@@ -133,7 +133,7 @@ def read() -> Records:
 
 
 def _instances(deployment: str) -> list[dict[str, str]]:
-    """Return the table of a deployment's instances. Each row contains the cids of a VM and its disks."""
+    """Return a deployment's instance table. Each row contains the cids of a VM and its disks."""
     command = ["instances", "--details", f"--deployment={deployment}"]
     tables = _ask(command).Tables or []
     if len(tables) != 1 or tables[0].Content != "instances" or not tables[0].Header.keys() >= INSTANCE_COLUMNS:

@@ -1,7 +1,7 @@
-"""Recreation: replace the pod of a VM with a new pod of the same name that mounts other disks. The data claim and the
+"""Recreation: replace a VM's pod with a new pod that has the same name but mounts other disks. The data claim and the
 Secret are kept.
 
-The properties of the new pod are recorded in an annotation of the data claim before the old pod is deleted. If the CPI
+The properties of the new pod are recorded in an annotation on the data claim before the old pod is deleted. If the CPI
 is interrupted before the new pod exists, the next call completes the recreation.
 """
 
@@ -75,7 +75,7 @@ def recreate(session: Session, pod: Object, disks: Sequence[str]) -> Object:
 
 
 def release(session: Session, pod: Object, disk: str) -> None:
-    """Make the pod of a VM release a disk that the VM has detached but the pod still mounts.
+    """Make a VM's pod release a disk that the VM has detached but the pod still mounts.
 
     Delete the pod, and create a new one without the disk if the VM is in use. No new pod is created if the Director has
     shut the VM down or is deleting it at the same time.
@@ -105,8 +105,8 @@ def release(session: Session, pod: Object, disk: str) -> None:
 def carry_on(
     session: Session, vm: str, intent: Intent, *, is_enough: Callable[[Object], bool] = pods.is_ready
 ) -> Object:
-    """Continue a recreation whose old pod is gone: create the new pod, wait for it, and return it. The new pod may run
-    on a different node.
+    """Continue a recreation after the old pod has been deleted: create the new pod, wait for it, and return it. The new
+    pod may run on a different node.
     """
     namespace = session.namespace_of(vm)
     if intent.live:
@@ -162,8 +162,8 @@ def _is_in_use(session: Session, pod: Object) -> bool:
     """Return True if the VM is in use, that is, if its pod is ready.
 
     Shortly after a shutdown, a VM's pod may still be reported as ready. If the pod can be recreated, treating it as in
-    use does no harm. Otherwise, the call would fail because of a VM that is not in use, so the pod counts as in use
-    only if it stays ready for `timeouts.unmount` seconds.
+    use does no harm. If it cannot, the call would fail although the VM is not in use, so the pod counts as in use only
+    if it stays ready for `timeouts.unmount` seconds.
     """
     if can_recreate(pod) or not pods.is_ready(pod):
         return pods.is_ready(pod)
@@ -185,6 +185,6 @@ def _write_intent(session: Session, vm: str, intent: Intent | None) -> None:
 
 
 def _metadata(pod: Object, kind: str) -> dict[str, str]:
-    """Return the labels or annotations of the pod that were set by set_vm_metadata."""
+    """Return the pod's labels or annotations that were set by set_vm_metadata."""
     found = pod["metadata"].get(kind) or {}
     return {key: value for key, value in found.items() if key.startswith(names.METADATA)}

@@ -13,7 +13,7 @@ from kubernetes_cpi.config import Config
 from kubernetes_cpi.properties import DiskProperties, NetworkProperties, VmProperties
 
 TABLES: Final[Mapping[str, type[msgspec.Struct]]] = {
-    "Properties of the CPI": Config,
+    "CPI properties": Config,
     "Cloud properties of VMs": VmProperties,
     "Cloud properties of disks": DiskProperties,
     "Cloud properties of networks": NetworkProperties,
@@ -29,7 +29,7 @@ def tables() -> str:
 
 
 def table(struct: type[msgspec.Struct]) -> str:
-    """Return the property list of a struct as a Markdown table: key, type and default, meaning.
+    """Return a struct's properties as a Markdown table with three columns: key, type and default, and meaning.
 
     The keys of a port are listed only in the table of VM properties.
     """
@@ -41,7 +41,7 @@ def table(struct: type[msgspec.Struct]) -> str:
 
 
 def properties() -> Iterator[tuple[str, str, str, str]]:
-    """Return key, type, default and description of every property of the CPI, for the spec of the release's job."""
+    """Return the key, type, default and description of every CPI property, for the job spec in the CPI's release."""
     return schema.rows(Config)
 
 

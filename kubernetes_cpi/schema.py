@@ -86,7 +86,7 @@ def _struct_in(hint: Any) -> Any:
 
 
 def rows(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """Return key, type, default and description of each field, followed by those of nested structs."""
+    """Return the key, type, default and description of each field, followed by those of nested fields."""
     hints = typing.get_type_hints(struct, include_extras=True)
     for field in msgspec.structs.fields(struct):
         hint, description = hints[field.name], ""

@@ -1,4 +1,4 @@
-"""Objects that direct traffic to VMs: Services, Ingresses, NetworkPolicies of groups, and a DNS name for each instance.
+"""Objects that direct traffic to VMs: Services, Ingresses, group NetworkPolicies, and a DNS name for each instance.
 
 An object that several VMs share is deleted with the last of them.
 """
@@ -21,8 +21,8 @@ MAX_NAME_CHARS: Final = 63
 
 
 def make(session: Session, vm: Vm) -> None:
-    """Create or update the objects of the VM's group and of its `vip` networks. From now on, the `vip` addresses lead
-    to this VM, even if they led to another VM before.
+    """Create or update the objects for the VM's group and its `vip` networks. Afterwards, traffic to the `vip`
+    addresses reaches this VM, even if it reached another VM before.
     """
     for vip in vm.networks.vips:
         _ensure(session, SERVICES, vm.namespace, networks.service(vip, vm.cid, vm.director))
@@ -50,7 +50,7 @@ def remove(session: Session, vm: str, policy: str) -> None:
         if is_mine:
             if names.INGRESS in (metadata.get("annotations") or {}):
                 _delete(session, INGRESSES, namespace, metadata["name"], names.KIND_INGRESS)
-            # If a new VM of the group has changed the Service since it was listed, this call deletes nothing.
+            # If a new VM in the group has changed the Service since it was listed, this call deletes nothing.
             session.client.delete(SERVICES, namespace, metadata["name"], version=metadata["resourceVersion"])
     if policy and _is_empty(session, namespace, policy.removeprefix(manifests.GROUP_PREFIX)):
         _delete(session, POLICIES, namespace, policy, names.KIND_POLICY)

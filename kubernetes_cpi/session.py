@@ -1,4 +1,4 @@
-"""The context of a request: configuration, connection to the cluster, and calling Director."""
+"""A request's context: the configuration, the connection to the cluster, and the Director that sent the request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kubernetes_cpi.errors import CpiError, InputError
 
 
 class Session(msgspec.Struct, frozen=True):
-    """The context of one request. ``request_id`` is different for each call of a Director, and is "" for requests from
+    """The context of one request. ``request_id`` is different for each call by a Director, and is "" for requests from
     the CLI.
     """
 

@@ -16,7 +16,7 @@ CUT_TIMEOUT_S: Final = 60
 
 
 def create(session: Session, disk: Cid, metadata: Object) -> str:
-    """Take a snapshot of a disk. Return its cid as soon as later writes to the disk no longer change the snapshot."""
+    """Take a snapshot of a disk. Wait until writes to the disk no longer change the snapshot, then return its cid."""
     claim = claims.get(session, disk)
     namespace = session.namespace_of(disk)
     labels, annotations = names.metadata(metadata)

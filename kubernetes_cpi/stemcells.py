@@ -1,7 +1,7 @@
 """Light stemcells, which only name an image in a registry.
 
-The cid of a stemcell is the image reference with its digest, followed by "#" and the architecture of the nodes that can
-run it.
+A stemcell's cid is the image reference with its digest, followed by "#" and the architecture of the nodes that can run
+it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ and an optional tag.
 """
 
 ARCHITECTURES: Final = {"x86_64": "amd64", "amd64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
-"""Values of the node label `kubernetes.io/arch` for the architecture names that stemcells use."""
+"""Values of the `kubernetes.io/arch` node label for the architecture names that stemcells use."""
 
 
 def create(config: Config, _image_path: str | None, properties: dict[str, Any]) -> str:
-    """Return the image that the cloud properties of a light stemcell name, as `image_reference` and `digest` or as
-    `image`.
+    """Return the image that a light stemcell's cloud properties name, as `image_reference` and `digest` or as `image`.
 
     The image is not pulled, so a wrong reference is noticed only when the first VM is created. Other keys are meant for
     the stemcell builder and are ignored.
@@ -54,7 +53,7 @@ def create(config: Config, _image_path: str | None, properties: dict[str, Any]) 
 
 
 def parts(cid: str) -> tuple[str, str]:
-    """Return a stemcell's image, and its architecture as in the node label `kubernetes.io/arch`, or "" if the stemcell
+    """Return a stemcell's image, and its architecture as in the `kubernetes.io/arch` node label, or "" if the stemcell
     does not name one.
     """
     image, _, architecture = cid.partition("#")

@@ -1,5 +1,5 @@
-"""VMs. A VM consists of a pod, an immutable Secret with the agent's settings, and optionally a data claim. If the pod
-fails, the cluster does not replace it.
+"""Creates, deletes and changes VMs. A VM consists of a pod, an immutable Secret with the agent's settings, and
+optionally a data claim. If the pod fails, the cluster does not replace it.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ GRACE_OF_FAILED_S: Final = 1
 
 
 BUS: Final = "to the bus|bus credentials"
-"""Regular expression for lines of the agent's log about its connection to the bus."""
+"""Regular expression for lines in the agent's log about its connection to the bus."""
 REACHED: Final = "connected to the bus|does not know us|refuses our certificate|bus credentials"
-"""Regular expression for log lines which show that the agent has reached a bus server."""
+"""Regular expression for log lines that show that the agent has reached a bus server."""
 BUS_PAUSE_S: Final = 0.2
 BOOT_S: Final = 2.0
 """Seconds that the agent may take to reach the bus after its container has started. Most agents need less than a
@@ -86,7 +86,7 @@ def create(
 ) -> list[Any]:
     """Create a VM and wait until its agent is up. Return the VM's cid and networks.
 
-    If the creation fails, everything that was created is deleted again.
+    If the creation fails, all objects that were created are deleted again.
     """
     disks, env = disks or [], env or {}
     vm = _parse(session, agent_id, stemcell, cloud_properties or {}, wanted_networks, env)
@@ -135,7 +135,7 @@ def delete(session: Session, vm: Cid) -> None:
 
 
 def has(session: Session, vm: Cid) -> bool:
-    """Return True if the VM has a pod that runs or may still run."""
+    """Return True if the VM has a pod that is running or may still be running."""
     pod = session.find(PODS, vm, names.KIND_VM)
     return pod is not None and not pods.has_ended(pod) and not pods.has_stopped(pod)
 
@@ -169,14 +169,14 @@ def current(session: Session) -> str:
 
 
 def set_metadata(session: Session, vm: Cid, metadata: Object) -> None:
-    """Store the Director's metadata as labels and annotations of the pod."""
+    """Store the Director's metadata as labels and annotations on the pod."""
     get(session, vm)
     patch_metadata(session, PODS, vm, metadata, VMNotFoundError)
     services.name_instance(session, vm, metadata)
 
 
 def get(session: Session, vm: str) -> Object:
-    """Return the pod of a VM. Raises ``VMNotFoundError`` if there is none."""
+    """Return a VM's pod. Raises ``VMNotFoundError`` if there is none."""
     pod = session.find(PODS, vm, names.KIND_VM)
     if pod is None:
         raise VMNotFoundError(f"cannot find the VM {vm}: the namespace {session.namespace_of(vm)} has no such pod")
@@ -202,9 +202,7 @@ def patch_metadata(
 
 
 def calculate_properties(_config: Config, requirements: Object) -> dict[str, Any]:
-    """Return cloud properties for the `vm_resources` of a manifest: `cpu`, and `ram` and `ephemeral_disk_size` in
-    MiB.
-    """
+    """Return cloud properties for `vm_resources` in a manifest: `cpu`, and `ram` and `ephemeral_disk_size` in MiB."""
     try:
         return {
             "cpu": requirements["cpu"],
@@ -256,14 +254,12 @@ def _attach_way(session: Session, vm: Vm) -> str:
 
 
 def _make_secret(session: Session, vm: Vm, settings: Object, base: Object) -> None:
-    """Create the Secret of a VM. It must be the VM's first object, because only VMs that have a Secret can hold
-    disks.
-    """
+    """Create a VM's Secret. It must be the VM's first object, because only VMs that have a Secret can hold disks."""
     secret = manifests.secret(vm, settings, base)
     _, is_good = _create_or_compare(session, SECRETS, vm.namespace, secret, _has_same_data)
     if not is_good:
-        # The existing Secret comes from an earlier attempt with this agent id but other settings. End the pod of that
-        # attempt, because it uses those settings.
+        # The existing Secret comes from an earlier attempt with this agent id but other settings. Delete that attempt's
+        # pod, because it uses those settings.
         pods.end(session, vm.namespace, vm.cid, grace_s=GRACE_OF_FAILED_S, is_name_needed=True)
         session.client.delete(SECRETS, vm.namespace, vm.cid)
         session.client.ensure(SECRETS, vm.namespace, secret)
@@ -290,7 +286,7 @@ def _hold_disks(session: Session, vm: Vm, disks: Sequence[str]) -> list[str]:
 
 
 def _create_pod(session: Session, vm: Vm, base: Object, disks: Sequence[str], *, is_reserving: bool) -> Object:
-    """Create the claims and the pod of a VM, or reuse those of an earlier attempt. Return the pod.
+    """Create a VM's claims and pod, or reuse those of an earlier attempt. Return the pod.
 
     If ``is_reserving`` is set and the VM's properties contain `persistent_disk`, also create the claim of that disk and
     mount it.
@@ -314,7 +310,7 @@ def _create_pod(session: Session, vm: Vm, base: Object, disks: Sequence[str], *,
 def _create_or_compare(
     session: Session, resource: Resource, namespace: str, body: Object, is_same: Callable[[Object, Object], bool]
 ) -> tuple[Object, bool]:
-    """Create an object, or find an existing one of the same name. Return the object, and True if it is new or its
+    """Create an object, or find an existing one with the same name. Return the object, and True if it is new or its
     content is as in ``body``.
     """
     made, is_new = session.client.ensure(resource, namespace, body)
@@ -353,8 +349,7 @@ def bus_schemes(mbus: str, env: Mapping[str, Any]) -> list[str]:
 
 
 def _wait_until_up(session: Session, vm: Vm, pod: Object, schemes: Sequence[str]) -> Object:
-    """Wait until the agent logs that it has reached the bus, or until the pod is ready. Return the last state of the
-    pod.
+    """Wait until the agent logs that it has reached the bus, or until the pod is ready. Return the pod's last state.
 
     The log is read because it is faster: the kubelet probes readiness only once a second.
     """
@@ -374,8 +369,8 @@ def _wait_until_up(session: Session, vm: Vm, pod: Object, schemes: Sequence[str]
 def _check_bus(session: Session, vm: Vm, schemes: Sequence[str]) -> None:
     """Raise ``VMCreationFailedError`` if the agent logs that it cannot reach the bus.
 
-    It is not an error if the bus rejects the agent's certificate. The agent has then reached the bus, and the Director
-    admits the certificate only after create_vm has returned.
+    It is not an error if the bus rejects the agent's certificate. In that case, the agent has reached the bus, and the
+    Director admits the certificate only after create_vm has returned.
     """
     until = time.monotonic() + session.config.timeouts.bus
     while "nats" in schemes and session.config.timeouts.bus:
@@ -406,7 +401,7 @@ def _check_address(pod: Object, wanted: str) -> None:
 
 
 def _clean_up(session: Session, vm: str, held: Sequence[str], why: CpiError) -> None:
-    """Remove the objects of a failed create_vm.
+    """Remove the objects that a failed create_vm has left behind.
 
     Objects that could not be removed keep their labels, so delete_vm finds them later.
     """
@@ -429,7 +424,7 @@ def _update_budget(session: Session, pod: Object) -> None:
 
 
 def _find_objects(session: Session, vm: str) -> tuple[Object | None, Object | None]:
-    """Return the pod and the Secret of a VM, each of them None if it does not exist.
+    """Return a VM's pod and Secret, each of them None if it does not exist.
 
     Raises ``VMNotFoundError`` if one of them was not created by this CPI for this Director.
     """
@@ -440,7 +435,7 @@ def _find_objects(session: Session, vm: str) -> tuple[Object | None, Object | No
 
 
 def _remove_other_objects(session: Session, vm: str, secret: Object | None) -> None:
-    """Delete all objects of a VM except its pod, which must have terminated already, and its persistent disks."""
+    """Delete all of a VM's objects except its pod, which must have terminated already, and its persistent disks."""
     namespace = session.namespace_of(vm)
     attachments.end_all(session, vm)
     # Delete the group's objects before the Secret, which names the NetworkPolicy. If this call is interrupted, its

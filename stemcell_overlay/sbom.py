@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""``./dev sbom`` prints the dependencies of the agent with hashes, licences and their own dependencies, in CycloneDX
-1.5.
+"""``./dev sbom`` prints the agent's dependencies with hashes, licences and their own dependencies, in CycloneDX 1.5.
 
 Versions, hashes and dependencies come from a lock file (``--lock``, by default that of the image), and licences from
 the installed packages. ``--licences`` prints a table instead.

@@ -4,9 +4,9 @@
     ./dev stemcell --light --image REF@sha256:… [--arch ARCH] [--version V] [--out DIR]
     ./dev stemcell --sbom --image REF [--version V]
 
-The image is either built with the Dockerfile on ``--base``, with the options after ``--``, or exists already
-(``--image``). A light stemcell only contains the name of an image in a registry. ``--sbom`` prints the components of an
-image in CycloneDX. A build for another architecture than this machine's needs an emulator (qemu-user-static and
+The image either already exists (``--image``) or is built with the Dockerfile on top of ``--base``, with the options
+after ``--``. A light stemcell contains only the name of an image in a registry. ``--sbom`` prints the components of an
+image in CycloneDX. A build for an architecture other than this machine's needs an emulator (qemu-user-static and
 binfmt-support).
 
 The format is that of bosh-linux-stemcell-builder (``bosh-stemcell/lib/bosh/stemcell/stemcell_packager.rb``) and of the
@@ -88,8 +88,8 @@ printed with their dependencies.
 _NAMES: Final = re.compile(r"(?:^|[,|])\s*([^\s,|(:]+)")
 """Matches the package names in a field of a Debian package, such as ``Depends``."""
 _SYNOPSIS: Final = re.compile(r"[^ ,]+(,? (or|and|with|/) [^ ,]+( exception)?)*")
-"""Matches the short name of a licence in the field ``License`` of a copyright file. Some files have a whole licence
-text in that field, which does not match.
+"""Matches a licence's short name in the ``License`` field of a copyright file. It does not match a whole licence text,
+which some files have in that field.
 """
 
 
@@ -204,7 +204,7 @@ def is_emulated(architecture: str) -> bool:
 
 
 def components(arguments: argparse.Namespace) -> bytes:
-    """Return a CycloneDX document with the components of an image."""
+    """Return a CycloneDX document with an image's components."""
     tool = shutil.which("podman") or shutil.which("docker")
     if tool is None or not arguments.image:
         raise SystemExit(
@@ -288,7 +288,7 @@ def _urls(there: dict[str, list[str]], names: Iterable[str], own: str) -> tuple[
 def licences(lines: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return the licences of each Debian package. Each of ``lines`` has the form ``PACKAGE/copyright:MATCH``.
 
-    MATCH is a field ``License`` or, in files that are not machine-readable, the path of a common licence.
+    MATCH is a ``License`` field or, in files that are not machine-readable, the path of a common licence.
     """
     fields: dict[str, set[str]] = {}
     texts: dict[str, set[str]] = {}
@@ -302,15 +302,17 @@ def licences(lines: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def own_version(base: str = "0.0.0") -> str:
-    """Return the version of this project. If it is built on a base stemcell, that stemcell's version precedes it."""
+    """Return this project's version. If the stemcell is built on a base stemcell, put the base stemcell's version
+    before it.
+    """
     own = semantic_version()
     return own if base == "0.0.0" else f"{base}+shim.{own}"
 
 
 def version_for(architecture: str, version: str) -> str:
-    """Return the version of a stemcell, which includes the architecture unless that is amd64.
+    """Return a stemcell's version, including the architecture unless that is amd64.
 
-    If it did not, a Director would use packages that were compiled on one architecture for the other.
+    Without the architecture, a Director would use packages that were compiled on one architecture for the other.
     """
     if architecture == "amd64" or architecture in version:
         return version
@@ -318,9 +320,9 @@ def version_for(architecture: str, version: str) -> str:
 
 
 def name_of(system: str, architecture: str) -> str:
-    """Return the name of a stemcell, which includes the architecture unless that is amd64.
+    """Return a stemcell's name, including the architecture unless that is amd64.
 
-    If it did not, a Director would take the second stemcell with the same name and version for the first.
+    Without the architecture, a Director would take the second stemcell with the same name and version for the first.
     """
     words = ["bosh-warden-boshlite", system, *([architecture] if architecture != "amd64" else []), "agent-shim"]
     return "-".join(words)
@@ -395,7 +397,7 @@ def cyclonedx(name: str, version: str, parts: list[Part]) -> dict[str, Any]:
 
 
 def spdx(stemcell: str, version: str, parts: list[Part]) -> dict[str, Any]:
-    """Return an SPDX 2.3 document with the components of the stemcell.
+    """Return an SPDX 2.3 document with the stemcell's components.
 
     Licences are written as comments, because Debian's short names are not SPDX identifiers.
     """
@@ -445,7 +447,7 @@ def build_time() -> int:
 
 
 def _export(tool: str, image: str, target: Path) -> None:
-    """Write the root file system of an image to a gzipped tarball."""
+    """Write an image's root file system to a gzipped tarball."""
     create = [tool, "create", image, "true"]
     container = subprocess.run(create, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     try:
