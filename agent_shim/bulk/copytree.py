@@ -189,6 +189,7 @@ class _Messages:
         """True if an attribute could not be stored for lack of space."""
         self._lost: dict[tuple[str, str], tuple[int, str]] = {}
         self._begun = ""
+        """The beginning of a message that continues on the next line, or "" if there is none."""
 
     @contextmanager
     def reading(self) -> Iterator[int]:

@@ -172,7 +172,7 @@ class Runtime:
     # --- serving ------------------------------------------------------------------------------------------------------
 
     async def serve(self) -> None:
-        """Boot, then answer requests until ``stop`` is set."""
+        """Boot, then answer requests until ``stop`` is set. Late boot steps run while requests are answered."""
         agent, paths, monit = self.agent, self.agent.paths, self._shim.monit
         steps = boot.steps(agent, self.job_recovery, monit_password=monit.password)
         http = monit.http or (MONIT_HTTP if paths.is_system else "off")

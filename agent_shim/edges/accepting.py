@@ -22,6 +22,7 @@ WAITING: Final = 128
 
 async def listen(protocol: Callable[[], asyncio.BaseProtocol], host: str | None, port: int) -> asyncio.Server:
     """Listen on ``host`` (None for all addresses) and ``port`` with the given protocol. Raises ``OSError``."""
+    # asyncio uses ``backlog`` for both limits, so set the length of the kernel's queue separately.
     server = await asyncio.get_running_loop().create_server(protocol, host, port, backlog=PER_TURN)
     for listener in server.sockets:
         with socket.socket(fileno=os.dup(listener.fileno())) as same:

@@ -356,8 +356,8 @@ def adopt(pid: int, start_ticks: int | None = None, parent: Parent | None = None
 
 
 def ended(identity: tuple[int, int], status: int | None, parent: Parent | None = None) -> Process:
-    """Return a ``Process`` for a group leader that has already exited. ``parent`` is asked for the remaining members of
-    its group.
+    """Return a ``Process`` that has already exited, with ``status`` None if unknown. If ``parent`` is given, the
+    process led a group, and ``parent`` is asked for the members that remain.
     """
     pid, start_ticks = identity
     over = Process(

@@ -290,7 +290,7 @@ class Service:
         self.on(Trigger.START_ASKED)
 
     def stop(self, request: StopRequest = USUAL_STOP) -> None:
-        """Stop the dependents, then the service with all its processes."""
+        """Ask the dependents and then the service to stop. ``_end`` waits until the dependents have stopped."""
         for dependant in self.dependants:
             if dependant.state is not State.STOPPED:
                 dependant.stop(request)
