@@ -505,6 +505,8 @@ async def test_all_requests_from_an_agent_are_read_before_the_next_agent_is_serv
     (path,) = sockets.iterdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         os.kill(pid, signal.SIGSTOP)
+        while (stopped := proc.stat(pid)) is None or stopped.state != "T":
+            await asyncio.sleep(0.01)
         connection.connect(str(path))
         asking = asyncio.ensure_future(kept.request("state"))
         await asyncio.sleep(0)
