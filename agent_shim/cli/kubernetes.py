@@ -123,7 +123,10 @@ def ports(jobs: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]])
 def _declared(properties: Mapping[str, Any]) -> Iterator[tuple[str, int, str]]:
     for key in CONTAINERIZATION:
         about = properties.get(key)
-        for port in (about.get("ports") if isinstance(about, dict) else None) or ():
+        ports = (about.get("ports") if isinstance(about, dict) else None) or []
+        if not isinstance(ports, list) or not all(isinstance(port, dict) for port in ports):
+            raise ConfigError(f"cannot read {key}.ports: it is not a list of ports with `name` and `internal`: {ports}")
+        for port in ports:
             numbers = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", str(port.get("internal", "")))
             if numbers is None:
                 raise ConfigError(f"cannot read {key}.ports: `internal` is neither a port nor a port range: {port}")

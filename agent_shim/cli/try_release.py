@@ -147,7 +147,7 @@ def _shown(tool: str, name: str, timeout_s: float) -> int:
         time.sleep(POLL_S)  # noqa: TID251 a command has no event loop
         ready = _probe(tool, name)
     if not _is_running(tool, name):
-        sys.stderr.write(_run(tool, "logs", "--tail", "20", name, check=False).stdout)
+        subprocess.run([tool, "logs", "--tail", "20", name], stdout=sys.stderr, check=False)
         raise NotThereError(f"cannot show {name}: the container has ended; see its log above")
     sys.stdout.write(_run(tool, "exec", name, f"{PROGRAM}/agent-shim", "status", check=False).stdout)
     sys.stdout.flush()

@@ -117,6 +117,12 @@ def test_service_ports_come_from_properties_and_links(properties: Any, links: An
     assert kubernetes.ports([(properties, links)]) == found
 
 
+@pytest.mark.parametrize("ports", [[8080], {"name": "web"}, "8080", 8080, [{"name": "web"}], [{"internal": "a"}]])
+def test_invalid_port_properties_are_rejected(ports: Any) -> None:
+    with pytest.raises(ConfigError, match="cannot read quarks.ports: "):
+        kubernetes.ports([({"quarks": {"ports": ports}}, [])])
+
+
 @pytest.mark.parametrize(
     ("group", "said"),
     [
