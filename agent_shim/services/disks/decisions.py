@@ -367,11 +367,13 @@ def _former(view: View, new: Disk) -> Disk | None:
     """
     if new.role == "store" or not new.is_empty:
         return None
-    # Leave out ``named`` disks, because they have links in ``instance/disks`` and do not belong on the store.
+    # Leave out ``named`` disks, because they have links in ``instance/disks`` and do not belong on the store, and disks
+    # that the Director has unmounted.
+    excluded = {new.cid, *view.named, *view.unmounted}
     others = [
         disk
         for disk in view.disks.values()
-        if disk.cid not in (new.cid, *view.named) and disk.marker is None and disk.volume and not disk.is_empty
+        if disk.cid not in excluded and disk.marker is None and disk.volume and not disk.is_empty
     ]
     return others[0] if len(others) == 1 else None
 

@@ -162,6 +162,15 @@ def test_mounted_disk_without_a_hint_is_not_replaced_by_the_previous_disk() -> N
     assert restore(view) == []
 
 
+@pytest.mark.parametrize("is_unmounted", [False, True])
+def test_mounting_an_empty_disk_restores_only_a_previous_disk_that_was_not_unmounted(is_unmounted: bool) -> None:
+    old = msgspec.structs.replace(unmarked("a"), is_empty=False)
+    view = View(STORE, TARGET, {"a": old, "b": unmarked("b")}, unmounted=frozenset("a" * is_unmounted))
+
+    shown = {step.volume.name: step.place for step in mount(view, "b") if isinstance(step, Show)}
+    assert shown == ({"b": STORE.path} if is_unmounted else {"a": STORE.path, "b": TARGET.path})
+
+
 def test_disk_steps_do_not_take_a_lease_that_the_agent_already_has() -> None:
     """If the agent planned to take a lease that it already has, it would plan this step again and again."""
     store = msgspec.structs.replace(STORE, shown={"a": True}, is_mount=True)
