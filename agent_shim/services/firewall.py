@@ -79,6 +79,7 @@ class Firewall:
     async def watch(self) -> NoReturn:
         """Maintain the rules forever."""
         while True:
+            self.due.clear()  # before the rules are set, because the address may change in the meantime
             if not self._refusal:
                 before = self.obstacle
                 try:
@@ -86,7 +87,6 @@ class Firewall:
                 except HostError as exc:
                     self.obstacle = str(exc)
                 self._log_change(before)
-            self.due.clear()
             await is_set_within(clock.until_beat(RULES_PERIOD_S), self.due)
 
     def _log_change(self, before: str) -> None:

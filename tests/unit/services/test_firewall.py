@@ -45,10 +45,11 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 async def obstacle(firewall: Firewall) -> str:
-    """Run one iteration of the firewall's watch, and return the obstacle that it reports."""
-    firewall.due.set()
+    """Let the firewall set its rules, and return the obstacle that it reports."""
     watching = asyncio.create_task(firewall.watch())
-    await until(lambda: not firewall.due.is_set())
+    for _ in range(2):  # the second iteration begins only after the first has ended
+        firewall.due.set()
+        await until(lambda: not firewall.due.is_set())
     watching.cancel()
     return firewall.obstacle
 
@@ -128,3 +129,24 @@ async def test_packet_filter_rules_are_removed_if_the_bus_becomes_unreachable(
 
     assert await obstacle(Firewall(lambda: mbus("nats://10.0.0.6"), lambda: True, hear)) == expected
     assert [("ip daddr 10.0.0.6 tcp dport 4222 meta skuid != { 0" in text) for text in rules] == [True] * is_reached
+
+
+async def test_packet_filter_follows_an_address_that_changes_while_rules_are_being_set(
+    monkeypatch: pytest.MonkeyPatch, rules: list[str]
+) -> None:
+    monkeypatch.setattr(firewalls, "RULES_PERIOD_S", 3600.0)
+    bus = mbus("nats://10.0.0.6:4222")
+
+    async def reconnect(_: float) -> bool:
+        nonlocal bus
+        if "10.0.0.6" in "".join(rules):
+            bus = mbus("nats://10.0.0.7:4222")
+            firewall.due.set()
+        return True
+
+    firewall = Firewall(lambda: bus, lambda: True, reconnect)
+    watching = asyncio.create_task(firewall.watch())
+    try:
+        await until(lambda: "10.0.0.7" in "".join(rules))
+    finally:
+        watching.cancel()
