@@ -113,9 +113,13 @@ class Follower:
                 del self._files[name]
 
     def changed_at(self, line: LogLine) -> float:
-        """Return the modification time of the line's file."""
-        one = next((one for name, one in self._files.items() if self._line(name, b"")[:2] == line[:2]), None)
-        return one.changed_at() if one else self._clock()
+        """Return the modification time of the line's file, in seconds since 1970. For a line that comes from no file,
+        return the current time.
+        """
+        for name, log in self._files.items():
+            if self._line(name, b"")[:2] == line[:2]:  # the same job and file
+                return log.changed_at()
+        return time.time()  # noqa: TID251 - file times are wall time
 
     def close(self) -> None:
         """Close all files."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -201,6 +202,8 @@ def test_tail_limits_files_per_job_without_excluding_other_jobs(
 
     share = tail.MAX_FILES // 2
     assert found[0] == f"evil/* | (only {share} files of this job are followed: it has more)"
+    message = tail.LogLine("evil", "*", b"(only a few files are followed)")
+    assert abs(follower.changed_at(message) - time.time()) < 60  # so that `logs --since` prints the message
     assert "good/x.log | theirs" in found
     assert len(found) == share + 2
     assert f"evil/{tail.MAX_FILES + 99}.log | noise" in found
