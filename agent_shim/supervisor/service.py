@@ -31,7 +31,7 @@ from agent_shim.supervisor.history import History
 from agent_shim.supervisor.launcher import BpmLauncher, CtlLauncher, Launcher
 from agent_shim.supervisor.monit.ast import Action, Connection
 from agent_shim.supervisor.ownership import process_record
-from agent_shim.supervisor.ownership.ending import Code, Ending, NoPid, Signal
+from agent_shim.supervisor.ownership.ending import Code, Ending, Exit, NoPid, Signal
 from agent_shim.supervisor.ownership.keepers import Left, rule_label
 from agent_shim.supervisor.ownership.keepers import left as named
 from agent_shim.supervisor.ownership.process_finder import MIN_POLL_S, LateError, ProcessFinder, Timing
@@ -614,18 +614,18 @@ class Service:
             self._awaits_successor = False
         return True
 
-    async def _lost(self, how: Ending) -> None:
-        """Record an unexpected exit, and restart the process at once or after the delay that is due."""
+    async def _handle_loss(self, how: Ending) -> None:
+        """Record an unexpected exit or a missing path. If the service is to be restarted without a delay, request that too."""
         record = self.record
-        is_exit = not isinstance(how, NoPid)
-        reason = await self._with_last_words(f"the process exited unexpectedly: {how}") if is_exit else str(how)
+        is_exit = isinstance(how, Exit)
+        reason = await self._with_last_output(f"the process exited unexpectedly: {how}") if is_exit else str(how)
         if Trigger.DIED not in NEXT[record.state]:  # a stop was requested in the same iteration of the event loop
             return
         if time.monotonic() - self._finder.up_at > self._timing.backoff_limit:
             record.failures = 0
         record.failures += 1
         record.reason = reason
-        if is_exit:
+        if isinstance(how, Exit):
             record.exits[how.kind] = record.exits.get(how.kind, 0) + 1
             record.last_exit = str(how)
         text = self.spec.absence_words

@@ -289,6 +289,10 @@ async def test_directory_check_without_programs_fails_while_the_directory_is_mis
             await until(lambda: supervisor.job_state() == "running")
             path.rmdir()
 
+        await until(lambda: supervisor.job_state() == "failing")
+
+        store = info(supervisor, "store")
+        assert (store.reason, store.last_exit, dict(store.exits)) == (f"{path} is missing; it is not restarted: it has no start program", "", {})
         assert {each.event for each in world.events} == {"Does not exist", "Exists"}
 
 

@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 KINDS: Final = ("success", "error", "signal", "unknown")
-"""Kinds of endings: exit code 0, another exit code, a signal, and an exit that the agent did not observe."""
+"""Kinds of exits: exit code 0, another exit code, a signal, and an exit that the agent did not observe."""
 
 
 class Code(msgspec.Struct, frozen=True):
@@ -47,8 +47,6 @@ class Unknown(msgspec.Struct, frozen=True):
 class NoPid(msgspec.Struct, frozen=True):
     """The pidfile no longer names a process. The process itself may still be alive."""
 
-    kind = "unknown"
-
     def __str__(self) -> str:
         return "its pidfile names no process"
 
@@ -57,17 +55,17 @@ class PathMissing(msgspec.Struct, frozen=True):
     """The path of a check that has no process is missing."""
 
     path: Path | None
-    kind = "error"
 
     def __str__(self) -> str:
         return f"{self.path} is missing"
 
 
-Ending: TypeAlias = Code | Signal | Unknown | NoPid | PathMissing
+Exit: TypeAlias = Code | Signal | Unknown
+Ending: TypeAlias = Exit | NoPid | PathMissing
 
 
-def of_status(status: int | None) -> Ending:
-    """Return the ending for a status: an exit code, 128+N after signal N, or None if unknown."""
+def of_status(status: int | None) -> Exit:
+    """Return the exit for a status: an exit code, 128+N after signal N, or None if unknown."""
     if status is None:
         return Unknown()
     if status > 128 and status - 128 in set(signal.Signals):
