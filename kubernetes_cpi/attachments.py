@@ -85,7 +85,7 @@ def refusal(session: Session, namespace: str, vm: Object) -> str:
     return ""
 
 
-def attach(session: Session, vm: Object, disk: str) -> None:
+def create(session: Session, vm: Object, disk: str) -> None:
     """Create a disk's attachment and wait until it has mounted the disk."""
     cid, namespace = vm["metadata"]["name"], vm["metadata"]["namespace"]
     if not manifests.live_disks(vm):

@@ -177,7 +177,7 @@ def _attach_live(session: Session, pod: Object, disk: str) -> dict[str, str]:
     if not is_there or claims.annotation(claim, names.HOLDER) != vm:
         _release(session, disk, claims.hold(session, disk, vm))
         try:
-            attachments.attach(session, pod, disk)
+            attachments.create(session, pod, disk)
         except CpiError:
             claims.record_detach(session, disk, vm)
             raise

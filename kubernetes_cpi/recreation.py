@@ -132,7 +132,7 @@ def carry_on(
     attachments.bound(session, ready)
     for disk in intent.live:
         if claims.is_held(session, disk, vm):
-            attachments.attach(session, ready, disk)
+            attachments.create(session, ready, disk)
     _write_intent(session, vm, None)
     return ready
 

@@ -184,7 +184,7 @@ def ignore(_: Progress) -> None:
 
 
 class Execute(Protocol):
-    """A function that executes a request in a worker. Raises ``ActionError`` with the worker's error."""
+    """Type of a function that executes a request in a worker, such as ``Workers.execute``."""
 
     def __call__(self, request: Request, *, nice: int = 0, report: Report = ignore) -> Awaitable[Done]: ...
 

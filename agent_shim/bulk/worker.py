@@ -39,7 +39,7 @@ def main() -> int:
     while line := sys.stdin.buffer.readline():
         temps: list[Path] = []
         try:
-            done = asyncio.run(serve(msgspec.json.decode(line, type=Request), temps))
+            done = asyncio.run(execute(msgspec.json.decode(line, type=Request), temps))
         except asyncio.CancelledError:
             return 128 + signal.SIGTERM
         finally:
@@ -71,17 +71,18 @@ def _send(message: Progress | Done) -> None:
     sys.stdout.buffer.flush()
 
 
-async def serve(request: Request, temps: list[Path]) -> Done:
-    """Execute ``request``. Every file that the caller has to remove afterwards, even after a failure, is added to
+async def execute(request: Request, temps: list[Path]) -> Done:
+    """Execute ``request``. Temporary files, which the caller has to remove even after a failure, are added to
     ``temps``.
     """
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await _serve(request, temps)
+    return await _execute(request, temps)
 
 
-async def _serve(request: Request, temps: list[Path]) -> Done:
+async def _execute(request: Request, temps: list[Path]) -> Done:
+    """Execute ``request``, and return expected failures as an answer."""
     try:
         match request:
             case Install():
@@ -97,7 +98,7 @@ async def _serve(request: Request, temps: list[Path]) -> Done:
                 if request.put is None:
                     return packed
                 _send(Progress("uploading"))
-                put = await _serve(request.put, temps)
+                put = await _execute(request.put, temps)
                 return msgspec.structs.replace(packed, blob_id=put.blob_id, put_error=put.error)
             case CopyTree():
                 return _copy_tree(request)

@@ -47,7 +47,7 @@ class Workers:
         while self._resting:
             await self._resting.popitem()[1].end()
 
-    async def work(self, request: Request, *, nice: int = 0, report: Report = ignore) -> Done:
+    async def execute(self, request: Request, *, nice: int = 0, report: Report = ignore) -> Done:
         """Execute ``request``. Raises ``ActionError`` with the worker's error.
 
         ``nice`` is the worker's niceness relative to the agent. ``report`` is called with each step of the request. On
@@ -77,10 +77,10 @@ class Workers:
         return done
 
 
-async def work(request: Request, *, nice: int = 0, report: Report = ignore) -> Done:
-    """Execute ``request`` as ``Workers.work`` does, with a worker that exits afterwards."""
+async def execute(request: Request, *, nice: int = 0, report: Report = ignore) -> Done:
+    """Execute ``request`` as ``Workers.execute`` does, with a worker that exits afterwards."""
     async with Workers() as workers:
-        return await workers.work(request, nice=nice, report=report)
+        return await workers.execute(request, nice=nice, report=report)
 
 
 class _Worker:

@@ -89,7 +89,7 @@ class MonitDaemon:
         self._about = monit_http.About()
         self._supervisor = Supervisor(
             self._paths,
-            on_event=self._tell,
+            notify=self._notify,
             timing=Timing(cycle=float(control.poll)),
             has_bpm=options.has_bpm,
             acted_on=control_file.ACTED_ON,
@@ -152,7 +152,8 @@ class MonitDaemon:
                 self._reload.clear()
                 await self._take_files(known)
                 name = f"system_{socket.gethostname()}"
-                self._tell(Event(name, "Monit instance changed", action, f"Monit {action}ed"))
+                self._notify(Event(name, "Monit instance changed", action, f"Monit {action}ed"))
+            # Unless a reload follows, the next iteration only tries the port again. Monit's state is used only once.
             action, known, control = "", {}, self._control
             address = f"{control.address or ANY}:{control.port}" if control.port else "off"
             async with monit_http.listening(address, self.answer, control.credentials, lambda: self._about) as where:
@@ -224,7 +225,8 @@ class MonitDaemon:
 
     # --- mail ---------------------------------------------------------------------------------------------------------
 
-    def _tell(self, event: Event) -> None:
+    def _notify(self, event: Event) -> None:
+        """Queue an email about an event."""
         self._alerts.raise_alert(event.service, event.event, event.action, event.description, ())
 
     async def _retry_mails(self) -> NoReturn:

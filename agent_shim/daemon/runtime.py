@@ -112,7 +112,7 @@ class Runtime:
         def settling() -> float:
             return store.current.source.env.bosh.agent.settings.settling_time
 
-        supervisor = Supervisor(paths, on_event=self._raise_alert, is_strict=shim.bpm.strict, settling=settling)
+        supervisor = Supervisor(paths, notify=self._notify, is_strict=shim.bpm.strict, settling=settling)
         edges = EdgeCallbacks(self._announce_shutdown, self._reconnect, lambda: self.endings.begin_shutdown())  # noqa: PLW0108 - self.endings is created later
         self._workers = workers.Workers()
         self.agent = assemble(
@@ -122,7 +122,7 @@ class Runtime:
             edges,
             state_backup=state_backup,
             leases=leases,
-            work=self._workers.work,
+            execute=self._workers.execute,
             ssh_port=shim.ssh.port,
         )
         self.dispatcher = Dispatcher(self.agent, self.agent.tasks, on_done=metrics.action_done)
@@ -130,10 +130,10 @@ class Runtime:
         self.bus = self._make_bus(paths, store)
         self.alerts = alerts.Alerts(store.current.agent_id, self.bus.publish)
         self.heartbeat = heartbeat.Heartbeat(self._measure, self._compose, partial(self._publish, "heartbeat"))
-        self.job_recovery = job_recovery.JobRecovery(self.agent, self._raise_alert)
+        self.job_recovery = job_recovery.JobRecovery(self.agent, self._notify)
         self.address_watch = AddressWatch(
             lambda: address_watch.expected(store.current, self.agent.spec.current.networks),
-            lambda where, text: self._raise_alert(Event(where, "Connection changed", "alert", text)),
+            lambda where, text: self._notify(Event(where, "Connection changed", "alert", text)),
         )
         self.certificate_watch = CertificateWatch(lambda: certificates(self.bus.mbus))
         obstacle = firewall_obstacle(paths, is_wanted=shim.firewall)
@@ -313,8 +313,9 @@ class Runtime:
         except ActionError as exc:
             logger.error("the settings have changed, and %s", exc)
 
-    def _raise_alert(self, event: Event) -> None:
-        of_settings = self.agent.settings.current.source.networks.values()
+    def _notify(self, event: Event) -> None:
+        """Queue an alert for the Health Monitor, with the addresses of this instance."""
+        configured = self.agent.settings.current.source.networks.values()
         # The settings lack the addresses of dynamic networks. Take these addresses from the stored spec, into which
         # ``apply`` wrote them.
         stored = [each for each in self.agent.spec.current.networks.values() if isinstance(each, dict)]
@@ -330,7 +331,7 @@ def assemble(
     *,
     state_backup: StateBackup,
     leases: VolumeLeases,
-    work: Execute = workers.work,
+    execute: Execute = workers.execute,
     ssh_port: int = 22,
 ) -> Agent:
     """Create an agent's services and connect them to each other."""
@@ -343,25 +344,17 @@ def assemble(
 
     environ = {**process.script_environment(os.environ), "TMPDIR": str(paths.tmp)}
     users = Users(paths)
-    persistent = Disks(
-        paths,
-        lambda: store.current,
-        lambda: spec.current.id,
-        of_jobs,
-        hold=leases.hold,
-        release=leases.release,
-        is_held=lambda directory: directory in leases.held,
-    )
+    persistent = Disks(paths, lambda: store.current, lambda: spec.current.id, job_pids, leases)
     return Agent(
         paths=paths,
         settings=store,
         spec=spec,
         tasks=Tasks(paths.tasks),
         supervisor=supervisor,
-        bundles=Bundles(paths, work),
-        compiler=Compiler(paths, environ, supervisor.keepers, work),
-        scripts=Scripts(paths, environ, supervisor.run_script),
-        logs=Logs(paths, work),
+        bundles=Bundles(paths, execute),
+        compiler=Compiler(paths, environ, supervisor.keepers, execute),
+        scripts=Scripts(paths, environ, supervisor.spawn_script),
+        logs=Logs(paths, execute),
         vitals=Vitals(paths, lambda: persistent.is_mounted, persistent.dynamic_places),
         dns=Dns(paths),
         users=users,

@@ -437,8 +437,8 @@ class Keeper:
 # --- starting and finding ---------------------------------------------------------------------------------------------
 
 
-async def start(
-    directory: Path, label: str, program: Program, made: Callable[[Keeper], None] = lambda _: None
+async def spawn(
+    directory: Path, label: str, program: Program, on_created: Callable[[Keeper], None] = lambda _: None
 ) -> Keeper:
     """Start a program as the child of a new keeper, and return once its ``execve`` has succeeded. ``directory``
     contains the sockets of all keepers.

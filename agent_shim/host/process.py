@@ -67,8 +67,8 @@ process.
 """
 
 
-class Parent(Protocol):
-    """The keeper (``host.keeper``) that is an ancestor of a process that is not our child."""
+class KeeperProtocol(Protocol):
+    """What a ``Process`` needs from the keeper (``host.keeper``) that is its ancestor."""
 
     async def status_of(self, identity: tuple[int, int]) -> int | None:
         """Return the status of a process that has exited, as ``Process.wait`` does, or None if it is unknown."""
@@ -84,8 +84,19 @@ class Process:
     """One process. Its exit is noticed (and if it is our child, it is reaped) even if no task waits for it."""
 
     def __init__(
-        self, stat: proc.Stat, pidfd: int | None, *, leads: bool, parent: Parent | None = None, is_over: bool = False
+        self,
+        stat: proc.Stat,
+        pidfd: int | None,
+        *,
+        leads: bool,
+        keeper: KeeperProtocol | None = None,
+        is_over: bool = False,
     ) -> None:
+        """Start watching a process. Without a ``pidfd``, it is polled.
+
+        ``leads`` says whether the process leads its process group. If ``is_over`` is set, it has already exited, so it
+        is not watched. ``keeper`` is the keeper above the process, if any.
+        """
         self.pid: Final = stat.pid
         self.start_ticks: Final = stat.start_ticks
         self.identity: Final = stat.identity
@@ -94,7 +105,7 @@ class Process:
         """True if ``terminate`` was called. In that case, the rest of the process group is killed when the process
         exits.
         """
-        self._parent = parent
+        self._keeper = keeper
         self._asking: asyncio.Task[None] | None = None
         self._leads = leads
         self._pidfd = pidfd
@@ -166,7 +177,7 @@ class Process:
         """Watch a process that this one started, even if the keeper has become its parent. Return None in the same
         cases as ``adopt``.
         """
-        return adopt(pid) if self._parent is None else self._parent.adopt(pid)
+        return adopt(pid) if self._keeper is None else self._keeper.adopt(pid)
 
     async def terminate(self, grace: float) -> int | None:
         """Send SIGTERM to the group, then SIGKILL after ``grace`` seconds or on cancellation. Return the status of the
@@ -217,9 +228,10 @@ class Process:
         """Return the living members of the process group if it is under a keeper, otherwise an empty list. Under a
         keeper, the list is complete, because no process can escape from the keeper.
         """
-        if self._parent is None or not self._leads:
+        if self._keeper is None or not self._leads:
             return []
-        return [each for each in await asyncio.to_thread(self._parent.processes) if each.group == self.pid]
+        descendants = await asyncio.to_thread(self._keeper.processes)
+        return [descendant for descendant in descendants if descendant.group == self.pid]
 
     def _poll(self) -> None:
         """Check periodically whether a process without a pidfd has exited."""
@@ -238,8 +250,8 @@ class Process:
         """Reap the process, or ask the kernel for the status if its parent has reaped it."""
         if self.is_over or reap(self.pid):
             return
-        if self._parent is not None:
-            self._asking = self._loop.create_task(self._ask(self._parent), name=f"status of {self.pid}")
+        if self._keeper is not None:
+            self._asking = self._loop.create_task(self._ask_keeper(self._keeper), name=f"status of {self.pid}")
             return
         status = _exit_info(self._pidfd)
         if status is None and self._pidfd is not None and attempt < len(_STATUS_DELAYS_S):
@@ -248,11 +260,11 @@ class Process:
             self.release()
             self._finish(status)
 
-    async def _ask(self, parent: Parent) -> None:
-        """Ask the process's keeper for its status."""
+    async def _ask_keeper(self, keeper: KeeperProtocol) -> None:
+        """Ask the keeper for the process's status or, if the keeper does not know it, the kernel."""
         status = None
         with contextlib.suppress(OSError):  # without a free descriptor, the status is unknown
-            status = await parent.status_of(self.identity)
+            status = await keeper.status_of(self.identity)
         if status is None:
             status = _exit_info(self._pidfd)
         self._asking = None
@@ -330,10 +342,10 @@ def spawn(
     return Process(stat, _open(popen.pid), leads=True)
 
 
-def adopt(pid: int, start_ticks: int | None = None, parent: Parent | None = None) -> Process | None:
+def adopt(pid: int, start_ticks: int | None = None, keeper: KeeperProtocol | None = None) -> Process | None:
     """Watch a running process. Return None if it is gone, is a zombie, or did not start at ``start_ticks``.
 
-    ``parent`` is asked for the status of the process once it has exited.
+    ``keeper`` is asked for the status of the process once it has exited.
     """
     pidfd = _open(pid)
     try:
@@ -352,19 +364,18 @@ def adopt(pid: int, start_ticks: int | None = None, parent: Parent | None = None
         if pidfd is not None:
             os.close(pidfd)
         return None
-    return Process(stat, pidfd, leads=stat.group == pid, parent=parent)
+    return Process(stat, pidfd, leads=stat.group == pid, keeper=keeper)
 
 
-def ended(identity: tuple[int, int], status: int | None, parent: Parent | None = None) -> Process:
-    """Return a ``Process`` that has already exited, with ``status`` None if unknown. If ``parent`` is given, the
-    process led a group, and ``parent`` is asked for the members that remain.
+def ended(identity: tuple[int, int], status: int | None, keeper: KeeperProtocol | None = None) -> Process:
+    """Return a ``Process`` that has already exited. ``status`` is None if it is unknown. If ``keeper`` is given, the
+    process led a group, and ``keeper`` is asked for the members that remain.
     """
     pid, start_ticks = identity
-    over = Process(
-        proc.Stat(pid, "X", 0, pid, pid, 0, start_ticks, 0), None, leads=parent is not None, parent=parent, is_over=True
-    )
-    over._finish(status)  # noqa: SLF001 - same module
-    return over
+    stat = proc.Stat(pid, "X", 0, pid, pid, 0, start_ticks, 0)  # only the pid and the start time are used
+    process = Process(stat, None, leads=keeper is not None, keeper=keeper, is_over=True)
+    process._finish(status)  # noqa: SLF001 - same module
+    return process
 
 
 def default_signals() -> None:

@@ -58,9 +58,9 @@ class Bundles:
     concurrently.
     """
 
-    def __init__(self, paths: Paths, work: protocol.Execute = workers.work) -> None:
+    def __init__(self, paths: Paths, execute: protocol.Execute = workers.execute) -> None:
         self._paths = paths
-        self._work = work
+        self._execute = execute
         self._installed: dict[Kind, Path] = {"job": paths.data_jobs, "package": paths.data_packages}
         self._links: dict[Kind, Path] = {"job": paths.jobs, "package": paths.packages}
 
@@ -96,7 +96,7 @@ class Bundles:
             for path, bundle in missing.items()
         ]
         try:
-            done = await self._work(protocol.Install(str(self._paths.base), store, parallel, targets))
+            done = await self._execute(protocol.Install(str(self._paths.base), store, parallel, targets))
         except BaseException:
             # Remove unfinished bundles, which a worker leaves behind only if it is killed.
             with suppress(ActionError):
@@ -179,7 +179,7 @@ class Bundles:
         """Return the verified content of a blob. Raises ``ActionError`` if it exceeds ``MAX_SMALL_BYTES``."""
         temp = files.sibling(self._paths.tmp / "blob")
         try:
-            await self._work(protocol.Get(str(self._paths.base), store, source, str(temp)))
+            await self._execute(protocol.Get(str(self._paths.base), store, source, str(temp)))
             if (size := (await asyncio.to_thread(temp.stat)).st_size) > MAX_SMALL_BYTES:
                 raise ActionError(f"cannot use the blob: it has {size} bytes, the limit is {MAX_SMALL_BYTES}")
             return await asyncio.to_thread(temp.read_bytes)

@@ -60,7 +60,7 @@ class PackagingKeepers(Protocol):
     that they start run under keepers.
     """
 
-    async def run(self, label: str, program: Program, out: Path, err: Path) -> Process: ...
+    async def spawn(self, label: str, program: Program, out: Path, err: Path) -> Process: ...
 
     async def end(
         self, labels: Sequence[str], others: Collection[tuple[int, int]], grace: float
@@ -73,13 +73,17 @@ class Compiler:
     """
 
     def __init__(
-        self, paths: Paths, environ: Mapping[str, str], keepers: PackagingKeepers, work: protocol.Execute = workers.work
+        self,
+        paths: Paths,
+        environ: Mapping[str, str],
+        keepers: PackagingKeepers,
+        execute: protocol.Execute = workers.execute,
     ) -> None:
         self._paths = paths
         self._keepers = keepers
         own, path = str(paths.bosh_bin), environ.get("PATH", os.defpath)
         self._environ = {**environ, "PATH": path if own in path.split(":") else f"{own}:{path}"}
-        self._work = work
+        self._execute = execute
 
     async def compile(
         self, package: Package, target: Path, store: Blobstore, report: Callable[[str], None]
@@ -105,7 +109,7 @@ class Compiler:
             pack = protocol.Pack(trees, str(archive), source.compressed, newest=newest, put=put)
             report("packing")
             with errors_as("Compressing compiled package", ActionError):
-                done = await self._work(pack, report=lambda step: report(step.phase))
+                done = await self._execute(pack, report=lambda step: report(step.phase))
             if done.put_error:
                 raise ActionError(f"Uploading compiled package: {done.put_error}")
             return done
@@ -126,7 +130,7 @@ class Compiler:
             if not package.source.blob_id and not package.source.signed_url:
                 raise ActionError(f"No blobstore reference for package '{package.name}'")
             target = protocol.UnpackTarget("source", package.name, str(self._directory(package)), package.source)
-            done = await self._work(protocol.Install(str(self._paths.base), store, 1, [target]))
+            done = await self._execute(protocol.Install(str(self._paths.base), store, 1, [target]))
             if done.outcomes[0].error:
                 raise ActionError(done.outcomes[0].error)
             return done.outcomes[0]
@@ -142,7 +146,7 @@ class Compiler:
             await asyncio.to_thread(files.make_dir, log, 0o750)
             argv, env = ["bash", "-x", "packaging"], self._environment(package, newest)
             packaging = Program(argv, env, cwd=str(self._directory(package)))
-            script = await self._keepers.run(LABEL, packaging, stdout, stderr)
+            script = await self._keepers.spawn(LABEL, packaging, stdout, stderr)
             try:
                 status = await script.wait()
             finally:

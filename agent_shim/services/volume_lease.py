@@ -128,6 +128,10 @@ class VolumeLeases:
         for directory in list(self.held):
             self.renew(directory)
 
+    def is_held(self, directory: Path) -> bool:
+        """Return True if this agent has the lease on the volume that contains its private ``directory``."""
+        return directory in self.held
+
     def hold(self, directory: Path) -> str:
         """Acquire the lease on the volume that contains the agent's private ``directory``. Return "" on success,
         otherwise a description of the holder.

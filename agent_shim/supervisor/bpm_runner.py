@@ -328,7 +328,7 @@ class Bpm:
 
         async def start(argv: Sequence[str], stdin: int) -> process.Process:
             program = keeper.Program(argv, {}, stdin=stdin)
-            return await self._programs.keepers.run(entry.label, program, *entry.logs.values())
+            return await self._programs.keepers.spawn(entry.label, program, *entry.logs.values())
 
         async with sandbox.prepared(order, start) as running:
             if has_pidfile:
@@ -344,7 +344,7 @@ class Bpm:
         """
         env, directory = self._env(entry.job, wanted), str(self._programs.directory())
         program = keeper.Program([wanted.pre_start], env, cwd=directory)
-        hook = await self._programs.keepers.run(entry.label, program, *entry.logs.values())
+        hook = await self._programs.keepers.spawn(entry.label, program, *entry.logs.values())
         status = await hook.wait_or_terminate(QUIT_TIMEOUT_S)
         if status != 0:
             raise HostError(f"the pre_start hook {wanted.pre_start} failed: exit {status}")

@@ -61,7 +61,7 @@ class Programs:
         self._output = paths.shim_run / "output"
         self._gate = asyncio.Semaphore(MAX_CONCURRENT_SPAWNS)
 
-    async def run(
+    async def spawn(
         self,
         name: str,
         program: MonitProgram,
@@ -103,9 +103,9 @@ class Programs:
                 # Programs other than the start program write to a separate file, because their output must not be shown
                 # as output of the process.
                 output = self._open(name if event == "Started" else f"{name}~", opened)
-                return await self.keepers.run(label or name, started, output, output)
+                return await self.keepers.spawn(label or name, started, output, output)
 
-    async def run_script(
+    async def spawn_script(
         self,
         job: str,
         argv: Sequence[str],
@@ -116,10 +116,10 @@ class Programs:
         nice: int = 0,
     ) -> Process:
         """Run a job script. Any processes that it leaves running belong to the job. ``stdout`` and ``stderr`` are
-        passed to ``Keepers.run``.
+        passed to ``Keepers.spawn``.
         """
         script = keeper.Program(argv, env, cwd=str(self.directory()), nice=nice)
-        return await self.keepers.run(script_label(job), script, stdout, stderr)
+        return await self.keepers.spawn(script_label(job), script, stdout, stderr)
 
     async def end_left_by_scripts(self, grace: float, spared: Collection[Identity]) -> list[Left]:
         """Terminate the processes that job scripts have left running and that no service has taken over. Return the

@@ -58,7 +58,7 @@ class CtlLauncher:
 
     async def start(self, spec: ProcessSpec, pid: int) -> Process:
         assert spec.start is not None
-        return await self._programs.run(spec.name, spec.start, "Started", pid=pid)
+        return await self._programs.spawn(spec.name, spec.start, "Started", pid=pid)
 
     async def stop(self, spec: ProcessSpec, running: Process | None, *, pid: int, is_ours: bool, by: float) -> None:
         """Run the stop program or, if there is none, send TERM. Wait until both the program and the process have
@@ -66,7 +66,7 @@ class CtlLauncher:
         """
         stopper = None
         if spec.stop is not None:
-            stopper = self._stopper = await self._programs.run(spec.name, spec.stop, "Stopped", pid=pid)
+            stopper = self._stopper = await self._programs.spawn(spec.name, spec.stop, "Stopped", pid=pid)
         elif running is not None and is_ours:
             running.send(signal.SIGTERM)
         else:

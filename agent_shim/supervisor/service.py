@@ -701,7 +701,7 @@ class Service:
         In passive mode, only ``exec`` and ``unmonitor`` take effect. As in monit, a process is restarted only if it has
         both a start and a stop program, while for other checks, one of these programs is enough.
         """
-        spec, run = self.spec, self._shared.programs.run
+        spec, run = self.spec, self._shared.programs.spawn
         try:
             match reaction.kind:
                 case "exec" if reaction.program is not None:

@@ -82,7 +82,7 @@ class Supervisor:
         self,
         paths: Paths,
         *,
-        on_event: Callable[[Event], None],
+        notify: Callable[[Event], None],
         timing: Timing = Timing(),  # noqa: B008 - the struct is frozen
         is_strict: bool = False,
         settling: Callable[[], float] = lambda: 0.0,
@@ -116,7 +116,7 @@ class Supervisor:
             bpm=self.bpm,
             restarts=restarts,
             timing=timing,
-            notify=on_event,
+            notify=notify,
             changed=self._changed,
             was_oom=self._kills.claim,
             may_start=may_start,
@@ -265,7 +265,7 @@ class Supervisor:
         async with self._planning:
             if root_is_new:
                 await asyncio.to_thread(write_monit_files, self._paths.monit_job, saved.files)
-            await self._take_plan(saved.files, is_same_container=is_same_container)
+            await self._apply_plan(saved.files, is_same_container=is_same_container)
             if is_outdated:
                 logger.warning("%s is older than the last stop: the jobs stay stopped", self._paths.supervisor_state)
                 for service in self._concerned():
@@ -279,9 +279,9 @@ class Supervisor:
         return self._programs.keepers
 
     @property
-    def run_script(self) -> Callable[..., Awaitable[Process]]:
-        """The function that runs a job script under a keeper (``Programs.run_script``)."""
-        return self._programs.run_script
+    def spawn_script(self) -> Callable[..., Awaitable[Process]]:
+        """The function that runs a job script under a keeper (``Programs.spawn_script``)."""
+        return self._programs.spawn_script
 
     @property
     def is_wanted(self) -> bool:
@@ -314,15 +314,18 @@ class Supervisor:
         async with self._planning:  # the last request must win, not the one that is parsed fastest
             if are_written:
                 await asyncio.to_thread(write_monit_files, self._paths.monit_job, job_files)
-            await self._take_plan(job_files, is_same_container=True)
+            await self._apply_plan(job_files, is_same_container=True)
 
     async def forget(self) -> None:
         """Stop supervising all services. Processes keep running, and ``configure`` recognises them again."""
         async with self._planning:
             await asyncio.to_thread(files.remove_tree, self._paths.monit_job)
-            await self._take_plan((), is_same_container=True)
+            await self._apply_plan((), is_same_container=True)
 
-    async def _take_plan(self, job_files: Sequence[JobFile], *, is_same_container: bool) -> None:
+    async def _apply_plan(self, job_files: Sequence[JobFile], *, is_same_container: bool) -> None:
+        """Make the services match these files: change those that remain, create new ones, and stop supervising the
+        others. ``is_same_container`` is explained in ``Service.resume``.
+        """
         if job_files != self._files:
             planned = partial(plan.plan, job_files, has_bpm=self._has_bpm, acted_on=self._acted_on)
             self._planned = await asyncio.to_thread(planned) if job_files else ()

@@ -510,8 +510,8 @@ RESOURCES: Final = (
         "R-04",
         "keeps the packages that it installs in memory",
         "agent_shim/services/bundles.py",
-        "            done = await self._work(",
-        "            _held = bytearray(b'x') * (80 << 20)\n            done = await self._work(",
+        "            done = await self._execute(",
+        "            _held = bytearray(b'x') * (80 << 20)\n            done = await self._execute(",
         "I1:|RpcTimeout|TimeoutError",
     ),
     Saboteur(

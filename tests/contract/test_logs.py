@@ -264,7 +264,7 @@ async def test_a4_log_bundles_are_created_one_by_one_without_delaying_requests(t
         most = max(most, packing)
         await gate.wait()
         try:
-            return await workers.work(request)
+            return await workers.execute(request)
         finally:
             packing -= 1
 

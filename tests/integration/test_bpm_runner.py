@@ -479,7 +479,7 @@ async def test_unavailable_bpm_limits_and_capabilities_are_reported(
     nothing = capabilities.privileges()._replace(effective=frozenset())
     monkeypatch.setattr(capabilities, "privileges", lambda: nothing)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
-    strict = partial(Supervisor, world.paths, on_event=world.events.append, timing=world.timing, is_strict=is_strict)
+    strict = partial(Supervisor, world.paths, notify=world.events.append, timing=world.timing, is_strict=is_strict)
     monkeypatch.setattr(world, "supervisor", strict)
     async with world.supervising(file) as supervisor:
         found = await in_state(supervisor, "web", "down" if is_strict else "running")

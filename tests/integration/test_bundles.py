@@ -31,7 +31,7 @@ def sha1(text: str | bytes) -> str:
 @pytest.fixture
 async def bundles(paths: Paths) -> AsyncIterator[Bundles]:
     async with workers.Workers() as pool:
-        yield Bundles(paths, pool.work)
+        yield Bundles(paths, pool.execute)
 
 
 def package(paths: Paths, name: str, version: str = "1", **members: bytes) -> Bundle:
@@ -100,7 +100,7 @@ async def test_one_worker_installs_all_bundles(paths: Paths, bundles: Bundles, m
 
     async def work(request: protocol.Request, **_: object) -> Done:
         asked.append(request)
-        return await workers.work(request)
+        return await workers.execute(request)
 
     bundles = Bundles(paths, work)
     wanted = [*jobs(paths, "web", "db"), package(paths, "ruby"), package(paths, "nginx")]

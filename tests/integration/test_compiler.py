@@ -133,7 +133,7 @@ async def test_package_source_is_removed_before_packing(paths: Paths, store: Blo
     async def work(request: protocol.Request, **_: object) -> protocol.Done:
         if isinstance(request, Pack | Put):
             seen.append((told[-1], (paths.compile / "p").exists()))
-        return await workers.work(request)
+        return await workers.execute(request)
 
     compiler = Compiler(paths, {}, Keepers(paths), work)
     await compiler.compile(package(store, "echo x >$BOSH_INSTALL_TARGET/x"), tmp_path / "target", store, told.append)

@@ -38,14 +38,14 @@ async def test_start_program_output_is_kept_and_its_last_line_reported(tmp_path:
     paths = Paths(tmp_path)
     output, programs = paths.shim_run / "output", Programs(paths)
     for script in ("echo one", "echo two >&2; echo"):
-        program = await programs.run("a/b", MonitProgram(("/bin/sh", "-c", script)), "Started")
+        program = await programs.spawn("a/b", MonitProgram(("/bin/sh", "-c", script)), "Started")
         await program.wait()
 
     assert (output / "a_b.log").read_text() == "one\ntwo\n\n"
     assert output.stat().st_mode & 0o777 == 0o700
     assert (output / "a_b.log").stat().st_mode & 0o7777 == 0o640
     assert str(output / "a_b.log") not in [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
-    stopper = await programs.run("a/b", MonitProgram(("/bin/sh", "-c", "echo stopping >&2")), "Stopped")
+    stopper = await programs.spawn("a/b", MonitProgram(("/bin/sh", "-c", "echo stopping >&2")), "Stopped")
     await stopper.wait()
     assert last_word(await programs.printed("a/b")) == "two"
     assert last_word(await programs.printed("other")) == ""
@@ -56,16 +56,16 @@ async def test_program_runs_without_an_output_directory(tmp_path: Path) -> None:
     paths.shim_run.mkdir(parents=True)
     (paths.shim_run / "output").write_text("no directory")
     programs = Programs(Paths(tmp_path))
-    program = await programs.run("web", MonitProgram(("/bin/sh", "-c", "echo one")), "Started")
+    program = await programs.spawn("web", MonitProgram(("/bin/sh", "-c", "echo one")), "Started")
     script = tmp_path / "script"
     script.write_text("#!/no/such/interpreter\n")
     script.chmod(0o755)
 
     assert await program.wait() == 0
     with pytest.raises(HostError, match="cannot run /no/such"):
-        await programs.run("web", MonitProgram(("/no/such",)), "Started")
+        await programs.spawn("web", MonitProgram(("/no/such",)), "Started")
     with pytest.raises(HostError, match=r"cannot run .*/script: the interpreter that it names is missing"):
-        await programs.run("web", MonitProgram((str(script),)), "Started")
+        await programs.spawn("web", MonitProgram((str(script),)), "Started")
 
 
 async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) -> None:
@@ -75,9 +75,11 @@ async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) 
     nowhere = tmp_path / "empty"
     nowhere.mkdir()
     programs = Programs(Paths(tmp_path))
-    program = await programs.run("web", MonitProgram(("/bin/sh", "-c", "pwd; exec ls -A")), "Started")
+    program = await programs.spawn("web", MonitProgram(("/bin/sh", "-c", "pwd; exec ls -A")), "Started")
     await program.wait()
-    script = await programs.run_script("web", ["/bin/pwd"], env={}, stdout=tmp_path / "said", stderr=tmp_path / "said")
+    script = await programs.spawn_script(
+        "web", ["/bin/pwd"], env={}, stdout=tmp_path / "said", stderr=tmp_path / "said"
+    )
     await script.wait()
 
     assert await programs.printed("web") == [str(nowhere)]
@@ -91,7 +93,7 @@ async def test_script_can_read_its_jobs_files_by_relative_path(tmp_path: Path) -
     (tmp_path / "empty").mkdir()
     programs = Programs(Paths(tmp_path))
 
-    errand = await programs.run_script("smoke-tests", ["/bin/cat", "../jobs/smoke-tests/config.json"], env={})
+    errand = await programs.spawn_script("smoke-tests", ["/bin/cat", "../jobs/smoke-tests/config.json"], env={})
 
     assert await errand.wait() == 0
 
@@ -146,7 +148,7 @@ async def test_ulimit_that_a_script_could_not_set_is_reported(tmp_path: Path, sh
     programs = Programs(Paths(tmp_path))
     script = "ulimit -n 64; ulimit -n 100000; echo on"
     user = "nobody" if os.geteuid() == 0 else None
-    program = await programs.run("web", MonitProgram((shell, "-c", script), uid=user or ""), "Started")
+    program = await programs.spawn("web", MonitProgram((shell, "-c", script), uid=user or ""), "Started")
     await program.wait()
 
     assert "ulimit: " in await programs.refused_limit("web")

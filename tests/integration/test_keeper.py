@@ -100,7 +100,7 @@ async def end(kept: Keeper) -> None:
 
 
 async def test_keeper_kills_a_daemon_in_its_own_session_with_an_empty_environment(sockets: Path) -> None:
-    kept = await keeper.start(sockets, "hidden", shell(HIDDEN))
+    kept = await keeper.spawn(sockets, "hidden", shell(HIDDEN))
     assert (await kept.wait()).status == 0
     (daemon,) = await until_below(kept, 1)
 
@@ -125,7 +125,7 @@ async def test_keeper_runs_its_program_as_the_requested_user_and_group(
     os.setgroups([4, 27])
     try:
         with (tmp_path / "out").open("w") as out:
-            kept = await keeper.start(sockets, "web", msgspec.structs.replace(program, stdout=out.fileno()))
+            kept = await keeper.spawn(sockets, "web", msgspec.structs.replace(program, stdout=out.fileno()))
         assert (await kept.wait()).status == 0
     finally:
         os.setgroups(before)
@@ -140,7 +140,7 @@ async def test_programs_do_not_run_as_root_if_their_user_or_group_is_out_of_rang
     """The kernel interprets 4294967295 (-1) as "keep the current user", and 4294967296 would be truncated to 0."""
     for user, step in (keeper.User(uid=int(number)), "its user"), (keeper.User(gid=int(number)), "its group"):
         with pytest.raises(HostError, match=f"cannot run /bin/true: {step}: Invalid argument"):
-            await keeper.start(sockets, "web", Program(["/bin/true"], {}, user=user))
+            await keeper.spawn(sockets, "web", Program(["/bin/true"], {}, user=user))
 
 
 def test_unknown_user_is_an_error_only_for_an_agent_with_root_privileges(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_unknown_user_is_an_error_only_for_an_agent_with_root_privileges(monkeyp
 
 
 async def test_keeper_kills_processes_that_ignore_sigterm(sockets: Path) -> None:
-    kept = await keeper.start(sockets, "stubborn", shell("trap '' TERM; echo; sleep 1000 & while :; do wait; done"))
+    kept = await keeper.spawn(sockets, "stubborn", shell("trap '' TERM; echo; sleep 1000 & while :; do wait; done"))
     await until_below(kept, 2)
 
     assert await kept.end(grace=0.2)
@@ -176,7 +176,7 @@ async def test_program_that_is_traced_by_its_keeper_counts_as_running_until_it_i
     whenever a signal stops the program.
     """
     script = "import ctypes, signal; print(ctypes.CDLL(None).ptrace(0, 0, 0, 0)); signal.raise_signal(signal.SIGUSR1)"
-    kept = await keeper.start(sockets, "traced", Program([sys.executable, "-c", script], {}))
+    kept = await keeper.spawn(sockets, "traced", Program([sys.executable, "-c", script], {}))
     program = kept.state.program
     while (stat := proc.stat(program)) is not None and stat.state != "t":
         await asyncio.sleep(0.01)
@@ -200,7 +200,7 @@ async def test_program_with_a_thread_that_is_traced_by_its_keeper_can_be_killed(
         "trace = ctypes.CDLL(None).ptrace\n"
         "threading.Thread(target=lambda: (trace(0, 0, 0, 0) and os._exit(1), time.sleep(1000))).start()"
     )
-    kept = await keeper.start(sockets, "traced", Program([sys.executable, "-c", script], {}))
+    kept = await keeper.spawn(sockets, "traced", Program([sys.executable, "-c", script], {}))
 
     def is_traced() -> bool:
         threads = Path(f"/proc/{kept.state.program}/task").iterdir()
@@ -218,7 +218,7 @@ async def test_program_with_a_thread_that_is_traced_by_its_keeper_can_be_killed(
 
 
 async def test_next_agent_finds_keepers_and_missed_exit_statuses(sockets: Path) -> None:
-    first = await keeper.start(sockets, "a/b c", shell("sleep 1000 & exec sleep 1000"))
+    first = await keeper.spawn(sockets, "a/b c", shell("sleep 1000 & exec sleep 1000"))
     program = first.state.program
     (other,) = [each for each in await until_below(first, 2) if each.pid != program]
     adopted = first.adopt(other.pid)
@@ -243,7 +243,7 @@ async def test_next_agent_finds_keepers_and_missed_exit_statuses(sockets: Path) 
 
 
 async def test_keeper_does_not_report_the_exit_of_an_earlier_process_with_the_same_pid(sockets: Path) -> None:
-    kept = await keeper.start(sockets, "reuse", shell("sleep 0 & wait; exec sleep 1000"))
+    kept = await keeper.spawn(sockets, "reuse", shell("sleep 0 & wait; exec sleep 1000"))
     program = kept.state.program
     await kept.kill()
     ended = await kept.wait()
@@ -257,7 +257,7 @@ async def test_exit_statuses_of_processes_that_exit_together_are_reported(socket
     """One job script may start the daemons of several services, and then they all have the same keeper."""
     go = tmp_path / "go"
     daemon = f"while [ ! -e {go} ]; do sleep 0.01; done; exit $0"
-    kept = await keeper.start(sockets, "together", shell(f"for code in 3 4 5; do sh -c '{daemon}' $code & done"))
+    kept = await keeper.spawn(sockets, "together", shell(f"for code in 3 4 5; do sh -c '{daemon}' $code & done"))
     await kept.wait()
     daemons = [each for each in kept.processes() if each.parent == kept.pid]
     go.touch()
@@ -269,7 +269,7 @@ async def test_exit_statuses_of_processes_that_exit_together_are_reported(socket
 
 
 async def test_exit_status_is_known_if_the_keeper_is_released_right_after_reporting_it(sockets: Path) -> None:
-    kept = await keeper.start(sockets, "released", shell("exec sleep 1000"))
+    kept = await keeper.spawn(sockets, "released", shell("exec sleep 1000"))
     program = proc.stat(kept.state.program)
     assert program is not None
     kept.on_change = lambda: kept.release() if kept.state.is_childless else None
@@ -299,7 +299,7 @@ async def test_exit_status_is_known_if_the_keeper_is_released_right_after_report
 )
 async def test_failed_keeper_start_names_the_step(sockets: Path, program: Program, text: str) -> None:
     with pytest.raises(HostError) as caught:
-        await keeper.start(sockets, "failing", program)
+        await keeper.spawn(sockets, "failing", program)
 
     assert str(caught.value) == text
     assert list(sockets.iterdir()) == []
@@ -319,7 +319,7 @@ async def test_keeper_starts_a_program_with_the_requested_context(sockets: Path,
     with shown.open("w") as output:
         limits = {resource.RLIMIT_FSIZE: (1 << 40, -1)}
         program = Program(argv, env, str(tmp_path), stdout=output.fileno(), nice=1, limits=limits)
-        kept = await keeper.start(sockets, "asked", program)
+        kept = await keeper.spawn(sockets, "asked", program)
     assert (await kept.wait()).status == 0
 
     assert shown.read_text() == f"[0, 1, 2] {tmp_path} True 0o22 {nice} ({1 << 40}, -1) True set() SIG_DFL 100000\n"
@@ -331,7 +331,7 @@ async def test_keeper_can_be_stopped_when_no_thread_can_be_started(
 ) -> None:
     """A stop must work even if jobs have used up the container's process limit."""
     asyncio.get_running_loop().set_default_executor(blocking.pool(2))
-    kept = await keeper.start(sockets, "storm", shell("exec sleep 1000"))
+    kept = await keeper.spawn(sockets, "storm", shell("exec sleep 1000"))
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -346,7 +346,7 @@ async def test_keeper_can_be_stopped_when_no_thread_can_be_started(
 
 async def test_keeper_label_may_contain_any_bytes(sockets: Path) -> None:
     """Service names in a monit file may be encoded in Latin-1."""
-    kept = await keeper.start(sockets, os.fsdecode(b"caf\xe9"), shell("exec sleep 1000"))
+    kept = await keeper.spawn(sockets, os.fsdecode(b"caf\xe9"), shell("exec sleep 1000"))
 
     assert os.fsencode(kept.label) == b"caf\xe9"
     await end(kept)
@@ -360,7 +360,7 @@ async def test_failed_keeper_leaves_no_socket(sockets: Path, tmp_path: Path, mon
     monkeypatch.setattr(keeper, "PROGRAM", failing)
 
     with pytest.raises(HostError, match="its keeper ended: Too many open files"):
-        await keeper.start(sockets, "failing", shell("exit 0"))
+        await keeper.spawn(sockets, "failing", shell("exit 0"))
 
     assert list(sockets.iterdir()) == []
 
@@ -377,7 +377,7 @@ async def test_keeper_start_without_free_descriptors_leaves_no_socket(sockets: P
                 taken.append(os.dup(taken[0]))
         while kept is None:
             with contextlib.suppress(HostError):
-                kept = await keeper.start(sockets, "short", shell("exec sleep 1000"))
+                kept = await keeper.spawn(sockets, "short", shell("exec sleep 1000"))
             os.close(taken.pop())
             assert kept is not None or list(sockets.iterdir()) == []
     finally:
@@ -389,7 +389,7 @@ async def test_keeper_start_without_free_descriptors_leaves_no_socket(sockets: P
 
 
 async def test_keeper_is_released_even_if_abandoning_it_is_cancelled(sockets: Path) -> None:
-    kept = await keeper.start(sockets, "abandoned", shell("exec sleep 1000"))
+    kept = await keeper.spawn(sockets, "abandoned", shell("exec sleep 1000"))
     os.kill(kept.pid, signal.SIGSTOP)
     abandoning = asyncio.ensure_future(kept.abandon())
     await asyncio.wait({abandoning}, timeout=0.1)
@@ -406,7 +406,7 @@ async def test_kill_succeeds_if_the_keeper_is_released_before_it_answers(sockets
     """If the last descendant exits while the kill request is in progress, the supervisor releases the keeper before the
     keeper answers.
     """
-    kept = await keeper.start(sockets, "gone", shell("exec sleep 1000"))
+    kept = await keeper.spawn(sockets, "gone", shell("exec sleep 1000"))
     kept.on_change = lambda: kept.release() if kept.state.is_childless else None
     os.kill(kept.state.program, signal.SIGKILL)
     while proc.stat(kept.state.program) is not None:  # do not let the event loop read the report yet
@@ -418,7 +418,7 @@ async def test_kill_succeeds_if_the_keeper_is_released_before_it_answers(sockets
 
 
 async def test_killed_keeper_is_reported_as_lost(sockets: Path) -> None:
-    kept = await keeper.start(sockets, "lost", shell("exec sleep 1000"))
+    kept = await keeper.spawn(sockets, "lost", shell("exec sleep 1000"))
     program = kept.state.program
     os.kill(kept.pid, signal.SIGKILL)
 
@@ -430,7 +430,7 @@ async def test_killed_keeper_is_reported_as_lost(sockets: Path) -> None:
 
 
 async def test_keeper_rejects_unknown_requests_and_keeps_the_connection(sockets: Path) -> None:
-    kept = await keeper.start(sockets, "older", shell("exec sleep 1000"))
+    kept = await keeper.spawn(sockets, "older", shell("exec sleep 1000"))
 
     with pytest.raises(HostError, match="it refuses the request"):
         await kept.request("a request of a later version")
@@ -448,7 +448,7 @@ def test_unknown_fields_in_a_keeper_state_are_skipped() -> None:
 
 @pytest.mark.parametrize("sig", [signal.SIGHUP, signal.SIGINT, signal.SIGPIPE, signal.SIGUSR1, signal.SIGTERM])
 async def test_keeper_with_children_ignores_signals(sockets: Path, sig: signal.Signals) -> None:
-    kept = await keeper.start(sockets, "deaf", shell("exec sleep 1000"))
+    kept = await keeper.spawn(sockets, "deaf", shell("exec sleep 1000"))
     os.kill(kept.pid, sig)
 
     assert not (await kept.request("state")).is_childless
@@ -459,7 +459,7 @@ async def test_keeper_records_exits_even_if_its_parent_ignores_sigchld(sockets: 
     """If the keeper ignored the signal too, the kernel would reap its children and reuse their pids."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        kept = await keeper.start(sockets, "ignored", shell("exit 3"))
+        kept = await keeper.spawn(sockets, "ignored", shell("exit 3"))
     finally:
         signal.signal(signal.SIGCHLD, before)
 
@@ -470,7 +470,7 @@ async def test_keeper_records_exits_even_if_its_parent_ignores_sigchld(sockets: 
 
 async def test_keeper_without_children_exits_on_sigterm(sockets: Path) -> None:
     """A keeper gets SIGTERM when the machine shuts down, so no further agent will connect to it."""
-    kept = await keeper.start(sockets, "shutdown", shell("exit 0"))
+    kept = await keeper.spawn(sockets, "shutdown", shell("exit 0"))
     assert await kept.is_childless_within(60)
     os.kill(kept.pid, signal.SIGTERM)
 
@@ -481,7 +481,7 @@ async def test_keeper_without_children_exits_on_sigterm(sockets: Path) -> None:
 
 async def test_keepers_last_report_arrives_even_if_it_has_unread_requests(sockets: Path) -> None:
     """The kernel resets a connection that is closed with unread requests."""
-    kept = await keeper.start(sockets, "shutdown", shell("exec sleep 1000"))
+    kept = await keeper.spawn(sockets, "shutdown", shell("exec sleep 1000"))
     os.kill(kept.pid, signal.SIGSTOP)
     os.kill(kept.pid, signal.SIGTERM)
     os.kill(kept.state.program, signal.SIGKILL)
@@ -499,7 +499,7 @@ async def test_keepers_last_report_arrives_even_if_it_has_unread_requests(socket
 
 async def test_all_requests_from_an_agent_are_read_before_the_next_agent_is_served(sockets: Path) -> None:
     """If the keeper skipped requests, a release request could be lost, and the keeper would never exit."""
-    kept = await keeper.start(sockets, "next", shell("exit 0"))
+    kept = await keeper.spawn(sockets, "next", shell("exit 0"))
     pid = kept.pid
     assert await kept.is_childless_within(60)
     (path,) = sockets.iterdir()
@@ -520,7 +520,7 @@ async def test_all_requests_from_an_agent_are_read_before_the_next_agent_is_serv
 
 async def test_keeper_can_be_released_without_reading_its_answers(sockets: Path) -> None:
     """Unread answers must not keep the keeper from processing the release, or it would never exit."""
-    kept = await keeper.start(sockets, "unread", shell("exit 0"))
+    kept = await keeper.spawn(sockets, "unread", shell("exit 0"))
     pid = kept.pid
     kept.close()
     (path,) = sockets.iterdir()
@@ -535,7 +535,7 @@ async def test_keeper_can_be_released_without_reading_its_answers(sockets: Path)
 
 
 async def test_agent_that_never_reads_does_not_block_the_keeper(sockets: Path) -> None:
-    first = await keeper.start(sockets, "slow", shell("exec sleep 1000"))
+    first = await keeper.spawn(sockets, "slow", shell("exec sleep 1000"))
     first.close()
     (path,) = sockets.iterdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
@@ -578,7 +578,7 @@ async def test_damaged_specs_and_requests_do_not_break_the_keeper(
     monkeypatch.setattr(keeper, "spec_file", damaged)
     for _ in range(15):
         try:
-            kept = await keeper.start(sockets, "fuzz", program)
+            kept = await keeper.spawn(sockets, "fuzz", program)
         except HostError:
             continue
         for _ in range(30):

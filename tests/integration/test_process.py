@@ -157,7 +157,7 @@ async def main():
     process.raise_file_limit()
     print(resource.getrlimit(resource.RLIMIT_NOFILE) == (hard - 1, hard), flush=True)
     show = ["/bin/sh", "-c", f"test $(ulimit -Hn) = {hard} && ulimit -Sn"]
-    kept = await keeper.start(Path(sys.argv[1]), "web", keeper.Program(show, {"PATH": "/bin"}, stdout=1))
+    kept = await keeper.spawn(Path(sys.argv[1]), "web", keeper.Program(show, {"PATH": "/bin"}, stdout=1))
     await kept.wait()
     kept.release()
     held = ["/bin/sh", "-c", f"read line; {show[-1]}"]
@@ -199,7 +199,7 @@ from agent_shim.core.errors import HostError
 from agent_shim.host import command, keeper
 async def main():
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
-    for work in (command.run("/bin/true"), keeper.start(Path.cwd() / "none", "web", keeper.Program(["/bin/true"], {}))):
+    for work in (command.run("/bin/true"), keeper.spawn(Path.cwd() / "none", "web", keeper.Program(["/bin/true"], {}))):
         try:
             await work
         except HostError as exc:

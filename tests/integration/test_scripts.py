@@ -52,7 +52,7 @@ def impatient(runner: Scripts, paths: Paths) -> Scripts:
 
 
 def patient(paths: Paths, grace: float) -> Scripts:
-    spawn = Programs(paths).run_script
+    spawn = Programs(paths).spawn_script
     return Scripts(paths, {"TEST_OF": str(paths.base), "PATH": "/nowhere", "KEPT": "yes"}, spawn, grace=grace)
 
 

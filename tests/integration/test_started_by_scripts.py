@@ -85,7 +85,7 @@ def dns(world: JobTree, pre_start: str = "") -> JobFile:
 
 
 async def run_script(world: JobTree, supervisor: Supervisor, name: str, job: str = "bosh-dns") -> None:
-    scripts = Scripts(world.paths, {"TEST_OF": str(world.base)}, supervisor.run_script)
+    scripts = Scripts(world.paths, {"TEST_OF": str(world.base)}, supervisor.spawn_script)
     world.paths.log.mkdir(parents=True, exist_ok=True)
     await scripts.run_all(name, [job], {})
 

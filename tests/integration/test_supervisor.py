@@ -679,7 +679,7 @@ async def test_stop_spares_a_process_that_a_service_in_another_group_watches(wor
     script = world.script("other", "pre-start", "setsid sleep 600 & echo $! >$pidfile")
     async with world.supervising() as supervisor:
         await supervisor.configure(jobs)
-        await (await supervisor.run_script("other", [str(script)], env={})).wait()
+        await (await supervisor.spawn_script("other", [str(script)], env={})).wait()
         await supervisor.start()
         pid = (await in_state(supervisor, "other", "running")).pid
 

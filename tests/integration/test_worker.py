@@ -90,7 +90,7 @@ def left_half_made(paths: Paths) -> list[Path]:
 
 
 async def install(paths: Paths, *targets: UnpackTarget, parallel: int = 5, store: Blobstore = DUMMY) -> list[Outcome]:
-    return (await workers.work(Install(str(paths.base), store, parallel, list(targets)))).outcomes
+    return (await workers.execute(Install(str(paths.base), store, parallel, list(targets)))).outcomes
 
 
 # --- install ----------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ async def test_stalled_blobstore_fails_all_downloads_after_one_timeout(
     targets = [package(paths, "first", good), package(paths, "missing", BlobRef("missing", digest="00"))]
     targets += [package(paths, f"p{number}", BlobRef(f"missing{number}", digest="00")) for number in range(20)]
 
-    done = await worker.serve(Install(str(paths.base), DUMMY, 1, targets), [])
+    done = await worker.execute(Install(str(paths.base), DUMMY, 1, targets), [])
 
     assert done.outcomes[0].error == ""
     assert "cannot get missing" in done.outcomes[1].error
@@ -270,7 +270,7 @@ async def test_stalled_download_is_abandoned_and_retried(paths: Paths, server: B
     server.plan = [http.STALL, http.DRIBBLE]
     target = paths.tmp / "file"
     async with asyncio.timeout(110):
-        await workers.work(Get(str(paths.base), store, BlobRef("b", digest=sha1(data)), str(target)))
+        await workers.execute(Get(str(paths.base), store, BlobRef("b", digest=sha1(data)), str(target)))
 
     assert target.read_bytes() == data
     assert len(server.requests) == 3
@@ -292,7 +292,7 @@ async def test_failed_worker_action_reports_the_error_and_leaves_no_files(
     paths: Paths, make: Callable[[str], Request]
 ) -> None:
     with pytest.raises(ActionError):
-        await workers.work(make(str(paths.base)))
+        await workers.execute(make(str(paths.base)))
 
     assert [path for path in paths.base.rglob("*") if path.is_file()] == []
 
@@ -305,7 +305,7 @@ async def test_worker_packs_and_uploads_logs(
     put = Put(str(paths.base), DUMMY, str(path), f"{server.url}/new")
     server.plan = [http.SILENT]
     pack = Pack([Tree(str(tmp_path / "logs"))], str(path), put=put)
-    working = asyncio.create_task(workers.work(pack, report=lambda step: told.append(step.phase)))
+    working = asyncio.create_task(workers.execute(pack, report=lambda step: told.append(step.phase)))
     await until(lambda: "uploading" in told and bool(server.requests))
     before = workers.transfers.counts["put", "failed"]
     working.cancel()
@@ -316,7 +316,7 @@ async def test_worker_packs_and_uploads_logs(
     assert len(started) == 1
     assert not started[0].is_alive
     assert workers.transfers.counts["put", "failed"] == before + 1
-    assert (await workers.work(pack)).put_error == ""
+    assert (await workers.execute(pack)).put_error == ""
     assert server.blobs["/new"] == path.read_bytes()
 
 
@@ -333,7 +333,7 @@ async def test_worker_error_names_a_full_disk_and_its_free_space(paths: Paths, t
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
         with pytest.raises(ActionError, match=rf"^cannot write {path}: File too large, \d+ MiB are free$"):
-            await workers.work(request)
+            await workers.execute(request)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
@@ -403,8 +403,8 @@ async def test_killed_worker_leaves_no_partial_archive(
     (tmp_path / "logs").mkdir()
     with (tmp_path / "logs/large").open("wb") as sparse:
         sparse.truncate(16 << 30)
-    packing = asyncio.create_task(workers.work(Pack([Tree(str(tmp_path / "logs"))], str(paths.tmp / "logs.tgz"))))
-    await until(lambda: left_half_made(paths))
+    packing = asyncio.create_task(workers.execute(Pack([Tree(str(tmp_path / "logs"))], str(paths.tmp / "logs.tgz"))))
+    await until(lambda: leftovers(paths))
     started[0].send(signal.SIGKILL)
     with pytest.raises(ActionError, match="the worker was killed by SIGKILL"):
         await packing
@@ -422,7 +422,7 @@ async def test_files_left_by_a_killed_workers_blobstore_command_are_removed(
     paths.bosh_etc.mkdir(parents=True)
     others.touch()
     get = Get(str(paths.base), Blobstore("x"), BlobRef("b", digest="00"), str(paths.tmp / "file"))
-    getting = asyncio.create_task(workers.work(get))
+    getting = asyncio.create_task(workers.execute(get))
     pid = await until(lambda: next((n for path in paths.tmp.glob(".*/blob") if (n := number_in(path))), None))
     started[0].send(signal.SIGKILL)
     try:
@@ -449,7 +449,7 @@ def spy(*arguments, **options):
     return worker
 process.spawn = spy
 source = protocol.BlobRef(signed_url="{server.url}/b", digest="00")
-asyncio.run(workers.work(protocol.Get("{paths.base}", Blobstore(), source, "{tmp_path}/file")))
+asyncio.run(workers.execute(protocol.Get("{paths.base}", Blobstore(), source, "{tmp_path}/file")))
 """
     parent = await asyncio.to_thread(
         subprocess.Popen, [sys.executable, "-c", program], stdout=subprocess.PIPE, process_group=0
@@ -473,7 +473,7 @@ class Guess(msgspec.Struct, tag=True):
 async def test_invalid_worker_request_is_reported_without_its_text() -> None:
     """The exception's message could quote a secret from the request."""
     with pytest.raises(ActionError) as caught:
-        await workers.work(Guess(CANARY))  # type: ignore[arg-type]
+        await workers.execute(Guess(CANARY))  # type: ignore[arg-type]
 
     assert str(caught.value).startswith(
         'cannot finish the work: the worker ended with code 1: msgspec.ValidationError in File "'
@@ -525,7 +525,7 @@ async def test_failed_worker_transfer_is_reported_without_secrets(paths: Paths, 
     (paths.tmp / "file").write_bytes(b"data")
     url = f"http://me:{CANARY}@{server.host}/b?sig={CANARY}"
     with pytest.raises(ActionError) as caught:
-        await workers.work(Put(str(paths.base), DUMMY, str(paths.tmp / "file"), url))
+        await workers.execute(Put(str(paths.base), DUMMY, str(paths.tmp / "file"), url))
 
     assert str(caught.value) == f"Error executing PUT, response was 403 from {server.host}"
     assert CANARY not in repr(BlobRef(signed_url=url))

@@ -35,10 +35,10 @@ def packing(tmp_path: Path, name: str = "archive") -> Pack:
 
 async def test_worker_is_reused_for_later_requests(tmp_path: Path, started: list[process.Process]) -> None:
     async with Workers() as pool:
-        await pool.work(packing(tmp_path))
+        await pool.execute(packing(tmp_path))
         with pytest.raises(ActionError):
-            await pool.work(Pack([Tree("/missing")], str(tmp_path / "none")))
-        await pool.work(packing(tmp_path, "second"))
+            await pool.execute(Pack([Tree("/missing")], str(tmp_path / "none")))
+        await pool.execute(packing(tmp_path, "second"))
         assert [each.is_alive for each in started] == [True]
 
     assert not started[0].is_alive
@@ -47,16 +47,16 @@ async def test_worker_is_reused_for_later_requests(tmp_path: Path, started: list
 
 async def test_concurrent_requests_use_separate_workers(tmp_path: Path, started: list[process.Process]) -> None:
     async with Workers() as pool:
-        await asyncio.gather(pool.work(packing(tmp_path)), pool.work(packing(tmp_path, "second")))
+        await asyncio.gather(pool.execute(packing(tmp_path)), pool.execute(packing(tmp_path, "second")))
         assert len(started) == 2
         (stays,) = [each for each in started if each.is_alive]
 
         stays.send(signal.SIGKILL)
         await stays.wait()
-        await pool.work(packing(tmp_path))
+        await pool.execute(packing(tmp_path))
         assert len(started) == 3
 
-        await pool.work(packing(tmp_path), nice=5)
+        await pool.execute(packing(tmp_path), nice=5)
         assert len(started) == 4
 
 
@@ -65,9 +65,9 @@ async def test_idle_worker_exits(
 ) -> None:
     monkeypatch.setattr(workers, "STAY_S", 0.0)
     async with Workers() as pool:
-        await pool.work(packing(tmp_path))
+        await pool.execute(packing(tmp_path))
         await until(lambda: not started[0].is_alive)
-        await pool.work(packing(tmp_path))
+        await pool.execute(packing(tmp_path))
 
     assert len(started) == 2
 
@@ -82,11 +82,11 @@ async def test_worker_that_dies_on_wakeup_leaves_no_open_descriptor(
 
     before = opened()
     async with Workers() as pool:
-        await pool.work(packing(tmp_path))
+        await pool.execute(packing(tmp_path))
         looks = iter([True])
         with monkeypatch.context() as patched:
             patched.setattr(process.Process, "is_alive", property(lambda _: next(looks, False)))
-            await pool.work(packing(tmp_path))
+            await pool.execute(packing(tmp_path))
 
     assert opened() == before
 
@@ -94,7 +94,7 @@ async def test_worker_that_dies_on_wakeup_leaves_no_open_descriptor(
 async def test_worker_that_cannot_be_started_fails_the_action(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(ActionError, match="^cannot run /nowhere/python: No such file or directory$"):
-        await workers.work(Pack([], "/nowhere/archive"))
+        await workers.execute(Pack([], "/nowhere/archive"))
 
 
 @pytest.mark.parametrize("room", [0, 1, 2, 3, 4])
@@ -110,7 +110,7 @@ async def test_worker_start_without_free_descriptors_fails_the_action_and_leaks_
         for _ in range(room):
             os.close(taken.pop())
         with pytest.raises(ActionError, match="^cannot .*: Too many open files$"):
-            await workers.work(Pack([], "/nowhere/archive"))
+            await workers.execute(Pack([], "/nowhere/archive"))
         taken += [os.open("/dev/null", os.O_RDONLY) for _ in range(room)]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -126,7 +126,7 @@ async def test_cancelled_worker_is_killed_and_its_files_are_removed(
     stubborn.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stubborn))
     left.touch()
-    working = asyncio.create_task(workers.work(Pack([], str(tmp_path / "archive"))))
+    working = asyncio.create_task(workers.execute(Pack([], str(tmp_path / "archive"))))
     await asyncio.sleep(0)
 
     working.cancel()
@@ -146,10 +146,10 @@ def test_worker_exits_if_its_parent_died_before_the_parent_death_signal_was_set(
 async def test_blob_transfers_are_counted_by_outcome(counted: Transfers, tmp_path: Path) -> None:
     base, path = str(tmp_path), tmp_path / "blob"
     path.write_bytes(b"12345")
-    await workers.work(Put(base, Blobstore(), str(path)))
+    await workers.execute(Put(base, Blobstore(), str(path)))
     for request in (Get(base, Blobstore(), BlobRef("id", digest="00"), f"{path}2"), CopyTree("/missing", base, [])):
         with pytest.raises(ActionError):
-            await workers.work(request)
+            await workers.execute(request)
 
     assert dict(counted.counts) == {("put", "done"): 1, ("get", "failed"): 1}
     assert counted.sizes["put"] == 5

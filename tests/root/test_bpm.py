@@ -99,7 +99,7 @@ def info(name):
     return next(each for each in supervisor.services() if each.process.name == name)
 
 events = []
-supervisor = Supervisor(paths, on_event=events.append, timing=Timing(settle=0.2))
+supervisor = Supervisor(paths, notify=events.append, timing=Timing(settle=0.2))
 async def isolation(found=sandbox.isolation, **fewer):
     return (await found())._replace(level=int(os.environ["LEVEL"]), **fewer)
 
@@ -678,7 +678,7 @@ await supervisor.start()
 await until(lambda: all("}" in log(name) for name in ("web", "worker")))
 before = {name: info(name).pid for name in ("web", "worker")}
 await supervisor.close()
-supervisor = await Supervisor(paths, on_event=events.append, timing=Timing(settle=0.2)).__aenter__()
+supervisor = await Supervisor(paths, notify=events.append, timing=Timing(settle=0.2)).__aenter__()
 await supervisor.recover()
 await until(lambda: all(each.state == "running" for each in supervisor.services()))
 adopted = {name: info(name).pid for name in ("web", "worker")}

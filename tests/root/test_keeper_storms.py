@@ -31,7 +31,7 @@ async def main():
     program = keeper.Program(
         [storm, kind], {}, user=keeper.User(user, user), limits={resource.RLIMIT_NPROC: (most, most)}
     )
-    kept = await keeper.start(Path(sockets), "storm", program)
+    kept = await keeper.spawn(Path(sockets), "storm", program)
     while len(kept.processes()) < most // 2 and (await kept.request("state")).reaped < 2 * most:
         await asyncio.sleep(0.05)
     await kept.kill()

@@ -71,7 +71,7 @@ class StatefulAgent:
     def __init__(self, paths: Paths) -> None:
         self.paths = paths
         self.backup, self.spec = StateBackup(paths), SpecStore(paths)
-        self.supervisor = Supervisor(paths, on_event=lambda _: None)
+        self.supervisor = Supervisor(paths, notify=lambda _: None)
         self.leases = VolumeLeases(host="host", boot="boot")
         self.is_recovered = False
 

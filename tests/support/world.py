@@ -106,11 +106,11 @@ def write_settings(base: Path, **members: Any) -> Path:
 
 @asynccontextmanager
 async def world(
-    base: Path, *, timing: Timing | None = None, work: Execute | None = None, **members: Any
+    base: Path, *, timing: Timing | None = None, execute: Execute | None = None, **members: Any
 ) -> AsyncIterator[LocalAgent]:
     """Run a booted agent for the duration of the block. Its jobs are stopped at the end.
 
-    ``work`` replaces the worker processes.
+    ``execute`` replaces the worker processes.
     """
     paths = Paths(base / "vcap")
     await boot.boot([boot.tree_step(paths)])
@@ -129,14 +129,16 @@ async def world(
 
     supervisor = Supervisor(
         paths,
-        on_event=events.append,
+        notify=events.append,
         timing=timing or Timing(),
         settling=lambda: store.current.source.env.bosh.agent.settings.settling_time,
     )
     edges = EdgeCallbacks(announce, reconnect, lambda: asked.append("shut_down"))
     kept, leases = StateBackup(paths), VolumeLeases()
     pool = Workers()
-    agent = runtime.assemble(paths, store, supervisor, edges, state_backup=kept, leases=leases, work=work or pool.work)
+    agent = runtime.assemble(
+        paths, store, supervisor, edges, state_backup=kept, leases=leases, execute=execute or pool.execute
+    )
     recovery = JobRecovery(agent, events.append)
     with reaper.reaping():
         async with pool, supervisor:

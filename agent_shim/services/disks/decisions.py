@@ -1,8 +1,8 @@
 """Decides which steps a disk request needs, given the state of the disks at one moment (:class:`View`).
 
-:func:`restore`, :func:`mount`, :func:`unmount`, :func:`begin_copy` and :func:`swap` return steps, which ``mounting``
-carries out in order. These functions depend only on the view, and raise ``ActionError`` if the request is refused. If
-the agent is killed between any two steps, the next :func:`restore` can continue from the state on disk.
+The functions whose names begin with ``steps_to`` return steps, which ``mounting`` carries out in order. These functions
+depend only on the view, and raise ``ActionError`` if the request is refused. If the agent is killed between any two
+steps, the next :func:`steps_to_restore` can continue from the state on disk.
 
 :func:`plan` decides where each disk belongs, using its marker. If the markers leave a choice, it takes the disk that
 was mounted last (according to managed_disk_settings.json) or the one that is mounted now. If two disks are marked for
@@ -290,7 +290,7 @@ Step = Take | Show | TakeAway | Mark | Claim | Unclaim | Sync | ReleaseVolume
 # --- decisions --------------------------------------------------------------------------------------------------------
 
 
-def restore(view: View) -> list[Step]:
+def steps_to_restore(view: View) -> list[Step]:
     """Return the steps that mount every disk where it belongs, after a restart or an interrupted request."""
     decided, disks, steps = plan_of(view), view.disks, list[Step]()
     for cid in (decided.store, decided.target, *sorted(decided.replaced)):
@@ -320,7 +320,7 @@ def restore(view: View) -> list[Step]:
     return steps
 
 
-def mount(view: View, cid: str) -> list[Step]:
+def steps_to_mount(view: View, cid: str) -> list[Step]:
     """Return the steps that mount a disk on the store, or on the migration target while another disk is on the
     store.
     """
@@ -338,7 +338,7 @@ def mount(view: View, cid: str) -> list[Step]:
         steps += [*_take(former), *_settle(view, former, "store")]
         occupant = former.cid
     if occupant not in ("", cid):
-        steps += unmount(view, view.on_target) if view.on_target else []
+        steps += steps_to_unmount(view, view.on_target) if view.on_target else []
         return steps + _settle(view, disk, "target")
     if disk.marker and disk.marker.is_unfinished:
         raise ActionError(f"disk {cid} holds an unfinished copy of disk {disk.marker.source}")
@@ -378,7 +378,7 @@ def _former(view: View, new: Disk) -> Disk | None:
     return others[0] if len(others) == 1 else None
 
 
-def unmount(view: View, cid: str) -> list[Step]:
+def steps_to_unmount(view: View, cid: str) -> list[Step]:
     """Return the steps that unmount a disk wherever it is mounted, and prevent a restarted agent from mounting it
     again.
     """
@@ -393,13 +393,14 @@ def unmount(view: View, cid: str) -> list[Step]:
     if disk is not None and disk.role is not None:
         steps += _unclaim(view, disk, is_managed=view.managed == cid)
     elif point is not None or volume is None or view.managed == cid:
+        # Without this record, ``steps_to_restore`` could mount the disk again.
         steps.append(Unclaim(cid, is_managed=view.managed == cid))
     if volume is not None:
         steps.append(ReleaseVolume(volume))
     return steps
 
 
-def begin_copy(view: View, old: str, new: str) -> list[Step]:
+def steps_to_begin_copy(view: View, old: str, new: str) -> list[Step]:
     """Return the steps to carry out before the disk on the store is copied to the disk on the migration target.
 
     ``old`` and ``new`` are the expected cids of these disks; "" matches any disk. If the migration has already
@@ -421,11 +422,11 @@ def begin_copy(view: View, old: str, new: str) -> list[Step]:
     return [Mark(target.there, marker), Show(source.there, view.store.path, (*source.options, "ro"))]
 
 
-def swap(view: View, old: str, new: str) -> list[Step]:
+def steps_to_swap(view: View, old: str, new: str) -> list[Step]:
     """Return the steps that replace the source on the store with its finished copy.
 
-    The copy takes effect once its marker says ``store``. If the swap fails before that, the next :func:`restore` undoes
-    it; if it fails afterwards, the next :func:`restore` completes it.
+    The copy takes effect once its marker says ``store``. If the swap fails before that, the next
+    :func:`steps_to_restore` undoes it; if it fails afterwards, the next :func:`steps_to_restore` completes it.
     """
     source, target = _pair(view, old, new)
     store = view.store.path

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -43,14 +43,26 @@ class VolumeInUseError(ActionError):
     """Another agent uses the volume, or its lease has not expired yet (``volume_lease``)."""
 
 
+class Leases(Protocol):
+    """Leases that keep other agents from using a volume (``volume_lease.VolumeLeases``). All methods get the agent's
+    private directory on the volume.
+    """
+
+    def hold(self, directory: Path) -> str:
+        """Acquire a volume's lease. Return "" on success, otherwise the other agent that has the lease."""
+
+    def release(self, directory: Path) -> None:
+        """Release a volume's lease."""
+
+    def is_held(self, directory: Path) -> bool:
+        """Return True if this agent has the lease."""
+
+
 class DiskMounts:
     """The mount points (store and migration target), and the volumes that may be mounted there.
 
     ``settings`` and ``instance`` (the id in the apply spec, or "") are called whenever the disks are examined.
-    ``hold``, ``release`` and ``is_held`` acquire, release and query a volume's lease (``volume_lease``). Their argument
-    is the agent's private directory on the volume. ``hold`` returns the other agent that has the lease, or "" on
-    success. ``binds`` is True if this container may create bind mounts. If it is None, this is determined with a trial
-    mount.
+    ``binds`` is True if this container may create bind mounts. If it is None, a trial mount is made to find out.
     """
 
     def __init__(
@@ -58,17 +70,13 @@ class DiskMounts:
         paths: Paths,
         settings: Callable[[], Effective],
         instance: Callable[[], str],
-        hold: Callable[[Path], str],
-        release: Callable[[Path], None],
-        is_held: Callable[[Path], bool],
+        leases: Leases,
         binds: bool | None,
     ) -> None:
         self._paths = paths
         self._settings = settings
         self._instance = instance
-        self._hold = hold
-        self._release = release
-        self._is_held = is_held
+        self._leases = leases
         self._binds = binds
 
     def fulfil(self, decide: Decision, *which: str, view: View | None = None) -> View:
@@ -149,7 +157,7 @@ class DiskMounts:
             tuple(known.mount_options or ()),
             is_linkable=is_linkable,
             is_empty=is_empty,
-            is_held=self._is_held(place / markers.DIRECTORY),
+            is_held=self._leases.is_held(place / markers.DIRECTORY),
         )
 
     def absence(self, place: Path | None, table: Sequence[mounts.Mount] | None = None) -> tuple[str, bool]:
@@ -243,7 +251,7 @@ class DiskMounts:
         match step:
             case decisions.Take(cid, volume):
                 markers.set_aside(volume)
-                if rival := self._hold(volume / markers.DIRECTORY):
+                if rival := self._leases.hold(volume / markers.DIRECTORY):
                     raise VolumeInUseError(f"disk {cid} is in use by {rival}")
             case decisions.Show(volume, place, options):
                 volumes.show(volume, place, bind=self._may_bind())
@@ -267,7 +275,7 @@ class DiskMounts:
                 with _logged():
                     files.sync_filesystem(volume)
             case decisions.ReleaseVolume(volume):
-                self._release(volume / markers.DIRECTORY)
+                self._leases.release(volume / markers.DIRECTORY)
 
     def _claim(self, step: decisions.Claim) -> None:
         """Record where a disk is mounted. Raises ``HostError`` if the next agent would not mount the disk there.

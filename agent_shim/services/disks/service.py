@@ -30,7 +30,7 @@ from agent_shim.services.disks import decisions, hints
 from agent_shim.services.disks.decisions import View
 from agent_shim.services.disks.hints import DiskSettings
 from agent_shim.services.disks.markers import OURS
-from agent_shim.services.disks.mounting import Decision, DiskMounts, VolumeInUseError, plain
+from agent_shim.services.disks.mounting import Decision, DiskMounts, Leases, VolumeInUseError, plain
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ async def in_worker(source: Path, target: Path, report: Report) -> list[str]:
     """Copy a directory in a worker process, because the copy may take hours and may have to be aborted. Return
     descriptions of the attributes that could not be copied. Raises ``ActionError`` with the worker's error.
     """
-    return (await workers.work(CopyTree(str(source), str(target), sorted(OURS)), report=report)).losses
+    return (await workers.execute(CopyTree(str(source), str(target), sorted(OURS)), report=report)).losses
 
 
 class DiskTimeouts(msgspec.Struct, frozen=True):
@@ -68,9 +68,7 @@ class Disks:
     """This instance's persistent and dynamic disks.
 
     ``settings`` and ``instance`` (the id in the apply spec, or "") are called whenever the disks are examined.
-    ``of_jobs`` returns the pids that may be terminated to release a disk. ``hold`` receives a private directory on a
-    volume, locks the volume, and returns the other agent that has locked the volume, or "" on success. ``release``
-    unlocks the volume, and ``is_held`` says whether this agent has locked it. If ``binds`` is None, a trial mount shows
+    ``of_jobs`` returns the pids that may be terminated to release a disk. If ``binds`` is None, a trial mount shows
     whether this container may create bind mounts.
     """
 
@@ -80,10 +78,8 @@ class Disks:
         settings: Callable[[], Effective],
         instance: Callable[[], str],
         of_jobs: Callable[[], Collection[int]],
+        leases: Leases,
         *,
-        hold: Callable[[Path], str] = lambda _: "",
-        release: Callable[[Path], None] = lambda _: None,
-        is_held: Callable[[Path], bool] = lambda _: False,
         copy: Copy = in_worker,
         timeouts: DiskTimeouts = DiskTimeouts(),
         binds: bool | None = None,
@@ -93,7 +89,7 @@ class Disks:
         self._of_jobs = of_jobs
         self._copy = copy
         self.timeouts = timeouts
-        self._mounts = DiskMounts(paths, settings, instance, hold, release, is_held, binds)
+        self._mounts = DiskMounts(paths, settings, instance, leases, binds)
         self._running = ""
         self._error = ""
         """Why the last attempt to restore the mounts failed, or "". ``problem`` quotes it if the disk that belongs on
@@ -133,7 +129,7 @@ class Disks:
     async def _restored(self) -> View:
         """Restore as many mounts as possible, and return the resulting view."""
         try:
-            view = await self._fulfil(decisions.restore)
+            view = await self._fulfil(decisions.steps_to_restore)
             self._error = ""
         except (ActionError, OSError) as exc:
             self._error = str(exc)
@@ -211,8 +207,8 @@ class Disks:
             deadline = time.monotonic() + self.timeouts.rival
             while True:
                 try:
-                    view = await self._fulfil(decisions.restore, view=view)
-                    view = await self._fulfil(decisions.mount, cid, view=view)
+                    view = await self._fulfil(decisions.steps_to_restore, view=view)
+                    view = await self._fulfil(decisions.steps_to_mount, cid, view=view)
                     break
                 except VolumeInUseError:
                     if time.monotonic() > deadline:
@@ -230,7 +226,7 @@ class Disks:
             point, disk = view.point_of(cid), view.disks.get(cid)
             if point is not None:
                 await self._wait_until_unused(point.path, disk.volume if disk else None)
-            after = await self._fulfil(decisions.unmount, cid, view=view)
+            after = await self._fulfil(decisions.steps_to_unmount, cid, view=view)
             for link in view.links.get(cid, ()):
                 await asyncio.to_thread(files.remove_tree, link)
             if still := after.point_of(cid):
@@ -285,8 +281,8 @@ class Disks:
             self.progress = progress
 
         with self._exclusively(f"migrate_disk {old} {new}".rstrip()):
-            view = await self._fulfil(decisions.restore)
-            steps = decisions.begin_copy(view, old, new)
+            view = await self._fulfil(decisions.steps_to_restore)
+            steps = decisions.steps_to_begin_copy(view, old, new)
             if not steps:
                 return
             source, target = view.disks[view.on_store], view.disks[view.on_target]
@@ -296,7 +292,7 @@ class Disks:
                 for loss in await self._copy(source.there, target.there, report):
                     logger.warning("disk %s cannot store what disk %s has: %s", target.cid, source.cid, loss)
                 await self._wait_until_unused(self._paths.store, source.there)
-                await self._fulfil(decisions.swap, source.cid, target.cid)
+                await self._fulfil(decisions.steps_to_swap, source.cid, target.cid)
             finally:
                 self.progress = None
                 await self._restored()

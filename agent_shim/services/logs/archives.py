@@ -43,9 +43,9 @@ _BUNDLE: Final = r"logs-[0-9a-f]{16}\.tgz"
 class Logs:
     """Packs and uploads logs. All methods raise ``ActionError``."""
 
-    def __init__(self, paths: Paths, work: protocol.Execute = workers.work) -> None:
+    def __init__(self, paths: Paths, execute: protocol.Execute = workers.execute) -> None:
         self._paths = paths
-        self._work = work
+        self._execute = execute
         self._turn = asyncio.Lock()
 
     async def send(
@@ -137,7 +137,7 @@ class Logs:
                     report(step.phase)
 
                 with errors_as("Making logs tarball", ActionError):
-                    return await self._work(pack, nice=NICE, report=packed)
+                    return await self._execute(pack, nice=NICE, report=packed)
         except TimeoutError:
             raise ActionError(f"Making logs tarball: no result within {PACK_TIMEOUT_S:g} seconds") from None
 

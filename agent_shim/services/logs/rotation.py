@@ -118,7 +118,7 @@ class Rotation:
             paths = [os.fsencode(log.path) for log in due]
             request = protocol.Rotate(str(self._root), paths, self._limits.keep, most)
             async with asyncio.timeout(ROTATE_TIMEOUT_S):
-                done = await workers.work(request, nice=10)
+                done = await workers.execute(request, nice=NICE)
             for log, outcome in zip(due, done.outcomes, strict=True):
                 if outcome.error:
                     logger.error("%s", outcome.error)

@@ -142,7 +142,9 @@ class Keepers:
         for task in self._tasks:
             task.cancel()
 
-    async def run(self, label: str, program: keeper.Program, out: int | Path | None, err: int | Path | None) -> Process:
+    async def spawn(
+        self, label: str, program: keeper.Program, out: int | Path | None, err: int | Path | None
+    ) -> Process:
         """Run a program under a new keeper. Its streams are descriptors, files to append to, or None for ``/dev/null``.
 
         The returned ``Process`` may already have exited. Raises ``HostError`` with the text "cannot run PROGRAM: why".
@@ -162,7 +164,8 @@ class Keepers:
                 self._kept = (*self._kept, each)
 
             try:
-                started = await keeper.start(self._directory, label, program, keep)
+                # ``keep`` is called before the program runs, because the program may immediately write a pidfile.
+                started = await keeper.spawn(self._directory, label, program, keep)
             except BaseException:
                 for each in made:
                     # Follow a keeper that was killed or whose program hangs, because in both cases processes may still

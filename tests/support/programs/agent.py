@@ -15,7 +15,7 @@ from tests.support.programs.jobs import FAST
 async def main(base: Path) -> None:
     files = msgspec.json.decode((base / "files.json").read_bytes(), type=list[JobFile])
     with reaper.reaping():
-        async with Supervisor(Paths(base), on_event=print, timing=FAST) as supervisor:
+        async with Supervisor(Paths(base), notify=print, timing=FAST) as supervisor:
             await supervisor.configure(files)
             await supervisor.start()
             await supervisor.run()

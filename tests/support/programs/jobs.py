@@ -71,7 +71,7 @@ class JobTree:
         return self.log.read_text().splitlines() if self.log.exists() else []
 
     def supervisor(self) -> Supervisor:
-        return Supervisor(self.paths, on_event=self.events.append, timing=self.timing)
+        return Supervisor(self.paths, notify=self.events.append, timing=self.timing)
 
     @contextlib.asynccontextmanager
     async def supervising(self, *files: JobFile) -> AsyncIterator[Supervisor]:

@@ -75,7 +75,7 @@ def paths(tmp_path: Path) -> Paths:
 @pytest.fixture
 async def supervisor(paths: Paths) -> AsyncIterator[Supervisor]:
     """Provide a supervisor with three stopped services. It is on hold, so it starts no programs."""
-    async with Supervisor(paths, on_event=lambda _: None) as one:
+    async with Supervisor(paths, notify=lambda _: None) as one:
         one.hold()
         await one.configure([WEB])
         yield one
@@ -112,7 +112,7 @@ async def test_supervisor_reads_the_incarnation_again_if_the_first_attempt_faile
     """If the saved state had no incarnation, the next agent would assume that the container had been restarted."""
     with monkeypatch.context() as patch:
         patch.setattr(proc, "incarnation", lambda: "")
-        supervisor = Supervisor(paths, on_event=lambda _: None)
+        supervisor = Supervisor(paths, notify=lambda _: None)
     async with supervisor:
         await supervisor.configure([WEB])
 
@@ -139,7 +139,7 @@ async def test_missing_or_unreadable_supervisor_state_recovers_no_service(paths:
     for content in (None, b"", b'{"schema":2,"incarnation":"","is_wanted":false,"files":[],"services":{}}'):
         if content is not None:
             paths.supervisor_state.write_bytes(content)
-        supervisor = Supervisor(paths, on_event=lambda _: None)
+        supervisor = Supervisor(paths, notify=lambda _: None)
         assert not await supervisor.recover()
         await supervisor.close()
 
@@ -172,7 +172,7 @@ async def test_plan_is_rebuilt_only_if_the_monit_files_changed(paths: Paths, mon
         return real(job_files, **options)
 
     monkeypatch.setattr(plan, "plan", counted)
-    supervisor = Supervisor(paths, on_event=lambda _: None)
+    supervisor = Supervisor(paths, notify=lambda _: None)
     for job_files in ([WEB], [WEB], [OTHERS], [WEB]):
         await supervisor.configure(list(job_files))
     await supervisor.forget()
@@ -195,7 +195,7 @@ async def test_later_of_two_concurrent_configure_and_forget_calls_takes_effect(
 
 async def test_invalid_monit_file_is_reported_once_per_error(paths: Paths) -> None:
     events: list[Event] = []
-    async with Supervisor(paths, on_event=events.append) as supervisor:
+    async with Supervisor(paths, notify=events.append) as supervisor:
         for text in ("check", "check", "nonsense"):
             await supervisor.configure([WEB, JobFile("bad", "", text)])
 
@@ -210,7 +210,7 @@ async def test_start_and_stop_requests_determine_whether_the_supervisor_wants_jo
     """The supervisor wants jobs to run only if there are any. The next agent recovers ``is_wanted`` from the saved
     state. A stop during container shutdown does not change ``is_wanted``.
     """
-    before, after = (Supervisor(paths, on_event=lambda _: None) for _ in range(2))
+    before, after = (Supervisor(paths, notify=lambda _: None) for _ in range(2))
     before.hold()
     after.hold()
     wanted = []
@@ -305,7 +305,7 @@ async def test_program_output_is_truncated_while_the_agent_runs(paths: Paths, mo
     path = paths.shim_run / "output/web.log"
     path.parent.mkdir(parents=True)
     path.write_bytes(bytes(1 << 20))
-    async with Supervisor(paths, on_event=lambda _: None) as supervisor:
+    async with Supervisor(paths, notify=lambda _: None) as supervisor:
         running = asyncio.create_task(supervisor.run())
         await until(lambda: path.stat().st_size < 1 << 20)
         running.cancel()
@@ -313,7 +313,7 @@ async def test_program_output_is_truncated_while_the_agent_runs(paths: Paths, mo
 
 
 async def test_instance_is_failing_while_an_obstacle_prevents_the_start_unless_it_is_stopped(paths: Paths) -> None:
-    async with Supervisor(paths, on_event=lambda _: None) as supervisor:
+    async with Supervisor(paths, notify=lambda _: None) as supervisor:
         assert (supervisor.is_held, supervisor.job_state()) == (False, "running")
         supervisor.hold("the disk is missing")
         assert (supervisor.is_held, supervisor.job_state()) == (True, "failing")
@@ -330,7 +330,7 @@ async def test_bpm_memory_kill_is_reported_by_service_name(paths: Paths) -> None
     def kill_hogs() -> list[MemoryKill]:
         return [MemoryKill("web", process, 3 << 20, 1 << 20) for process in ("server", "worker")]
 
-    async with Supervisor(paths, on_event=events.append) as supervisor:
+    async with Supervisor(paths, notify=events.append) as supervisor:
         used = asyncio.Event()
         supervisor.bpm = SimpleNamespace(used=used.wait, kill_hogs=kill_hogs, started={})  # type: ignore[assignment]
         await supervisor.configure([JobFile("web", "", "check process Web with pidfile /run/bpm/web/server.pid\n")])
@@ -355,7 +355,7 @@ async def test_memory_checks_are_limited_to_a_share_of_the_cpu(paths: Paths, mon
         return []
 
     monkeypatch.setattr(clock, "until_beat", lambda period: 0.0 if period == supervisors.MEMORY_PERIOD_S else 3600.0)
-    async with Supervisor(paths, on_event=lambda _: None) as supervisor:
+    async with Supervisor(paths, notify=lambda _: None) as supervisor:
         used = asyncio.Event()
         used.set()
         supervisor.bpm = SimpleNamespace(used=used.wait, kill_hogs=kill_hogs, started={})  # type: ignore[assignment]

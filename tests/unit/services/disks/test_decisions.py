@@ -22,11 +22,11 @@ from agent_shim.services.disks.decisions import (
     TakeAway,
     Unclaim,
     View,
-    mount,
     plan,
-    restore,
-    swap,
-    unmount,
+    steps_to_mount,
+    steps_to_restore,
+    steps_to_swap,
+    steps_to_unmount,
 )
 from agent_shim.services.disks.markers import Marker
 
@@ -132,11 +132,11 @@ def test_disk_requests_produce_the_steps_recorded_in_decisions_jsonl(case: dict[
     view = converted(case["view"], View)
     if "refused" in case:
         with pytest.raises(ActionError, match=f"^{re.escape(case['refused'])}$"):
-            getattr(decisions, name)(view, *cids)
+            getattr(decisions, f"steps_to_{name}")(view, *cids)
         return
 
     steps = [converted(members, getattr(decisions, kind)) for kind, members in case["steps"]]
-    assert getattr(decisions, name)(view, *cids) == steps
+    assert getattr(decisions, f"steps_to_{name}")(view, *cids) == steps
 
 
 STORE, TARGET = MountPoint(HERE / "store"), MountPoint(HERE / "target")
@@ -149,7 +149,7 @@ def test_mounting_an_unreadable_volume_fails() -> None:
     view = View(STORE, TARGET, {"a": msgspec.structs.replace(unmarked("a"), is_empty=None)})
 
     with pytest.raises(ActionError, match="^cannot read the volume of disk a at /volumes/a$"):
-        mount(view, "a")
+        steps_to_mount(view, "a")
 
 
 def test_mounted_disk_without_a_hint_is_not_replaced_by_the_previous_disk() -> None:
@@ -159,7 +159,7 @@ def test_mounted_disk_without_a_hint_is_not_replaced_by_the_previous_disk() -> N
     store = msgspec.structs.replace(STORE, marker=Marker("gone", "store"), is_mount=True)
     view = View(store, TARGET, {"a": unmarked("a")}, managed="a")
 
-    assert restore(view) == []
+    assert steps_to_restore(view) == []
 
 
 @pytest.mark.parametrize("is_unmounted", [False, True])
@@ -167,7 +167,7 @@ def test_mounting_an_empty_disk_restores_only_a_previous_disk_that_was_not_unmou
     old = msgspec.structs.replace(unmarked("a"), is_empty=False)
     view = View(STORE, TARGET, {"a": old, "b": unmarked("b")}, unmounted=frozenset("a" * is_unmounted))
 
-    shown = {step.volume.name: step.place for step in mount(view, "b") if isinstance(step, Show)}
+    shown = {step.volume.name: step.place for step in steps_to_mount(view, "b") if isinstance(step, Show)}
     assert shown == ({"b": STORE.path} if is_unmounted else {"a": STORE.path, "b": TARGET.path})
 
 
@@ -176,7 +176,7 @@ def test_disk_steps_do_not_take_a_lease_that_the_agent_already_has() -> None:
     store = msgspec.structs.replace(STORE, shown={"a": True}, is_mount=True)
     view = View(store, TARGET, {"a": msgspec.structs.replace(marked("a", "store"), is_held=True)}, managed="a")
 
-    assert restore(view) == mount(view, "a") == []
+    assert steps_to_restore(view) == steps_to_mount(view, "a") == []
 
 
 @pytest.mark.parametrize("is_volume_missing", [True, False])
@@ -187,7 +187,7 @@ def test_unmount_of_a_disk_without_a_marker_is_recorded_on_the_root_file_system(
     store = msgspec.structs.replace(STORE, shown={"a": True}, is_mount=True)
     view = View(store, TARGET, {"a": absent("a") if is_volume_missing else unmarked("a")}, managed="a")
 
-    assert Unclaim("a", is_managed=True) in unmount(view, "a")
+    assert Unclaim("a", is_managed=True) in steps_to_unmount(view, "a")
 
 
 def test_recorded_unmount_overrides_the_container_runtimes_mount() -> None:
@@ -209,7 +209,7 @@ def test_disk_swap_marks_the_new_disk_before_it_unmarks_the_old_disk() -> None:
     """If the agent is killed between the two markings, both disks claim the store, and the higher generation identifies
     the copy.
     """
-    steps = swap(migrating(marked("a", "store", "b", generation=3)), "a", "b")
+    steps = steps_to_swap(migrating(marked("a", "store", "b", generation=3)), "a", "b")
 
     assert steps == [
         TakeAway(HERE / "store"),
@@ -228,6 +228,6 @@ def test_disk_swap_does_not_unmount_a_store_that_is_a_symlink_or_mounted_by_the_
     if why == "the volume itself is mounted there":
         old = msgspec.structs.replace(old, volume=HERE / "store")
 
-    steps = swap(migrating(old, binds=why != "the container may not mount"), "a", "b")
+    steps = steps_to_swap(migrating(old, binds=why != "the container may not mount"), "a", "b")
 
     assert TakeAway(HERE / "store") not in steps
