@@ -278,7 +278,7 @@ class PlayedPrograms:
         self._machine = machine
         self.keepers = PlayedKeepers(machine)
 
-    async def run(self, _name: str, _program: MonitProgram, event: str, **_: Any) -> SimulatedProcess:
+    async def spawn(self, _name: str, _program: MonitProgram, event: str, **_: Any) -> SimulatedProcess:
         return self._machine.run(event)
 
     async def refused_limit(self, _: str) -> str:
