@@ -113,7 +113,7 @@ def attach(disk: str, target: str, uid: str) -> None:
     """Mount ``disk`` on ``target`` for the VM whose pod has the UID ``uid``, create a file that reports success, wait
     for SIGTERM, then unmount the disk.
     """
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    # SIGTERM must not interrupt the mount. ``sigwait`` below receives the signal, even if it arrives during the mount.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     place = directory(target)
     wanted = mounted_on(disk)

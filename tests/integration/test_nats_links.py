@@ -210,7 +210,7 @@ async def _flood(bus: NatsBus) -> None:
         await asyncio.sleep(0)
 
 
-async def test_t4_bus_skips_unreachable_addresses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_bus_skips_unreachable_addresses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "agent_shim.edges.bus")
     authority = Authority()
     async with NatsServer(tmp_path / "a", authority) as first, NatsServer(tmp_path / "b", authority) as second:
