@@ -20,16 +20,6 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Podman:
     return pods.podman(tmp_path_factory.mktemp("podman"))
 
 
-BUILDING = ("test_upgrades.py", "test_private_ca.py", "test_stemcell.py", "test_systemd.py", "test_unmodified.py")
-"""Files whose tests build an image or a stemcell, which takes minutes."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest tests first, so that the other workers do not have to wait for them at the end."""
-    order = {name: number for number, name in enumerate(BUILDING)}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
-
-
 def once(tmp_path_factory: pytest.TempPathFactory, name: str, build: Callable[[], str]) -> str:
     """Call ``build`` in the first pytest worker that needs its result, and return the result in all workers.
 

@@ -18,7 +18,7 @@ import pytest
 from tests.support.pods import Podman
 from tests.support.source import ROOT
 
-pytestmark = pytest.mark.image
+pytestmark = [pytest.mark.image, pytest.mark.early]  # builds an image
 
 PARTS = (
     *("Dockerfile", ".dockerignore", "LICENSE", "README.md", "pyproject.toml", "hatch_build.py"),

@@ -20,7 +20,7 @@ from tests.support import pods
 from tests.support.pods import Podman
 from tests.support.source import ROOT
 
-pytestmark = pytest.mark.image
+pytestmark = [pytest.mark.image, pytest.mark.early]  # builds an image
 
 MOST = 80_000_000
 """Maximum size in bytes of /opt/agent_shim, which contains almost everything that the overlay adds to a base."""

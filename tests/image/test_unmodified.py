@@ -14,7 +14,7 @@ from tests.image.site import FULL, SETTINGS, ContainerSite
 from tests.support import pods
 from tests.support.pods import Podman
 
-pytestmark = pytest.mark.image
+pytestmark = [pytest.mark.image, pytest.mark.early]  # builds an image
 
 START = ("/usr/bin/env", "-i", "AGENT_SHIM_GRACE=50", "/opt/agent_shim/overlay/start")
 APPLY = ("/opt/agent_shim/python/bin/python3", "-IB", "/opt/agent_shim/overlay/apply", "/", "--without-program")

@@ -23,7 +23,7 @@ from tests.support.environment import AGENT
 from tests.support.pods import Container, Podman
 from tests.support.source import ROOT
 
-pytestmark = pytest.mark.image
+pytestmark = [pytest.mark.image, pytest.mark.early]  # builds an image
 
 FORMER: Final = {"0.2.0": "9b696af0"}
 """Version and commit of each of the last two releases. So far, there is only one such release."""
