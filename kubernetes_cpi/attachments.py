@@ -107,7 +107,9 @@ def create(session: Session, vm: Object, disk: str) -> None:
     try:
         pods.until_ready(session, namespace, made, timeout_s=session.config.timeouts.create_vm)
     except VMCreationFailedError as exc:
-        pods.end(session, namespace, body["metadata"]["name"])
+        # ``pods.end`` would wait for the attachment's grace period, which is a year, if the node does not respond.
+        session.client.delete(PODS, namespace, body["metadata"]["name"])
+        pods.until_gone(session, namespace, body["metadata"]["name"], session.config.timeouts.unmount)
         raise CpiError(f"cannot attach the disk {disk} to {cid}: {exc}") from exc
 
 

@@ -44,9 +44,7 @@ def _try_update(session: Session, namespace: str, group: str) -> bool:
     )
     version = found["metadata"]["resourceVersion"] if found else ""
     if size < 2:
-        if found is not None:
-            session.client.delete(BUDGETS, namespace, name, version=version)
-        return True
+        return found is None or session.client.delete(BUDGETS, namespace, name, version=version) is not None
     spec: Object = {"minAvailable": size - 1}
     if found is None:
         # A VM that is not ready must not keep its node from being drained.

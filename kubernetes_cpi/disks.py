@@ -66,9 +66,10 @@ def delete(session: Session, disk: Cid) -> None:
     """Delete a disk's claim. If the disk is detached but a pod still mounts it, the cluster keeps the claim until that
     pod has terminated.
     """
-    claim, namespace = claims.find(session, disk), session.namespace_of(disk)
-    if claim is None:
-        session.check_ours(session.client.find(CLAIMS, namespace, disk), names.KIND_DISK, DiskNotFoundError)
+    namespace = session.namespace_of(disk)
+    claim = session.client.find(CLAIMS, namespace, disk)
+    session.check_ours(claim, names.KIND_DISK, DiskNotFoundError)
+    if claim is None or "deletionTimestamp" in claim["metadata"]:
         return
     try:
         claims.check_free(claim, claims.users(session, namespace, disk))
@@ -283,7 +284,7 @@ def _grow(session: Session, claim: Object, size_mib: int) -> None:
     has = manifests.amount_of(claim["spec"]["resources"]["requests"]["storage"])
     if wanted < has:
         raise NotSupportedError(
-            f"cannot resize the disk {name} to {size_mib} MiB: it has {has // MIB} MiB and cannot shrink"
+            f"cannot resize the disk {name} to {size_mib} MiB: it has {has // MIB:.0f} MiB and cannot shrink"
         )
     if wanted == has:
         return

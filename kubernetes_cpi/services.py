@@ -44,10 +44,12 @@ def remove(session: Session, vm: str, policy: str) -> None:
         labels = metadata["labels"]
         if not names.is_ours(service, labels.get(names.KIND, ""), session.director) or names.KEEP in labels:
             continue
-        is_mine = labels.get(names.VM) == vm or service["spec"].get("selector", {}).get(names.VM) == vm
-        if labels.get(names.KIND) == names.KIND_SERVICE:
-            is_mine = is_mine or _is_empty(session, namespace, labels.get(names.GROUP))
-        if is_mine:
+        selector = service["spec"].get("selector", {})
+        is_unused = labels.get(names.VM) == vm or selector.get(names.VM) == vm
+        # The selector of a Service contains a group only if the Service was created for a VM that has one.
+        if labels.get(names.KIND) == names.KIND_SERVICE and names.GROUP in selector:
+            is_unused = is_unused or _is_empty(session, namespace, selector[names.GROUP])
+        if is_unused:
             if names.INGRESS in (metadata.get("annotations") or {}):
                 _delete(session, INGRESSES, namespace, metadata["name"], names.KIND_INGRESS)
             # If a new VM in the group has changed the Service since it was listed, this call deletes nothing.
@@ -105,7 +107,8 @@ def _ensure(session: Session, resource: Resource, namespace: str, body: Object) 
     session.client.patch(resource, namespace, body["metadata"]["name"], {"metadata": metadata, "spec": spec})
 
 
-def _is_empty(session: Session, namespace: str, group: str | None) -> bool:
+def _is_empty(session: Session, namespace: str, group: str) -> bool:
+    """Return True if a group has no pods except those that are being deleted."""
     members = session.client.list(PODS, namespace, labels=f"{names.GROUP}={group}")
     return all(pods.is_ending(pod) for pod in members)
 

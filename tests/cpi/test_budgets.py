@@ -93,6 +93,19 @@ def test_vms_are_counted_again_if_one_is_created_before_the_budget_is_written(
     assert available(cluster) == [3]
 
 
+def test_disruption_budget_of_a_single_vm_is_deleted_even_if_it_changes_concurrently(
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
+) -> None:
+    vm, _ = (cpi.create_vm(agent) for agent in ("agent-1", "agent-2"))
+    (name,) = cluster.of("poddisruptionbudgets")
+    change = {"metadata": {"annotations": {"changed": "by another call"}}}
+    server.fail("DELETE poddisruptionbudgets", on=lambda: cluster.patch(("poddisruptionbudgets", "bosh", name), change))
+
+    cpi("delete_vm", vm)
+
+    assert available(cluster) == []
+
+
 @pytest.mark.parametrize("why", ["the image is gone", "the budget is another's"])
 def test_failed_create_vm_does_not_change_the_disruption_budget(cpi: CpiCalls, cluster: FakeCluster, why: str) -> None:
     for agent in ("agent-1", "agent-2"):

@@ -192,7 +192,17 @@ def test_attach_succeeds_even_if_the_previous_vm_cannot_start_without_the_disk(
     assert cpi("get_disks", new) == [disk]
 
 
-def test_unknown_disk_is_reported_as_missing(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_disk_that_has_lost_its_volume_is_missing_but_can_be_deleted(cpi: CpiCalls, cluster: FakeCluster) -> None:
+    disk = cpi("create_disk", 64, {}, None)
+    cluster.patch(("persistentvolumeclaims", "bosh", disk), {"status": {"phase": "Lost"}})
+
+    assert cpi("has_disk", disk) is False
+    cpi("delete_disk", disk)
+
+    assert cluster.snapshot() == {}
+
+
+def test_disk_that_is_unknown_or_not_attached_is_reported(cpi: CpiCalls, cluster: FakeCluster) -> None:
     missing, elsewhere = (f"disk-{namespace}-{'0' * 16}" for namespace in ("bosh", "other"))
 
     with pytest.raises(CpiFailedError) as failed:
@@ -637,7 +647,20 @@ def test_failed_live_attach_leaves_no_attachment(
     assert holder(cluster, disk) is None
 
 
-def test_live_disk_of_a_deleted_vm_is_mounted_by_its_replacement(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_failed_live_attach_does_not_wait_for_an_unresponsive_node(cpi: CpiCalls, cluster: FakeCluster) -> None:
+    vm = live_vm(cpi)
+    disk = cpi("create_disk", 64, {}, vm)
+    cluster.is_node_alive = False
+    cluster.pod_status = lambda _: waiting("ContainerCreating", "")
+
+    with pytest.raises(CpiFailedError, match=f"cannot attach the disk {disk} to {vm}: the pod .* is not ready"):
+        cpi("attach_disk", vm, disk)
+
+    (name,) = attachments(cluster)
+    assert "deletionTimestamp" in cluster.of("pods")[name]["metadata"]
+
+
+def test_live_disk_of_a_deleted_vm_is_mounted_by_the_replacement_vm(cpi: CpiCalls, cluster: FakeCluster) -> None:
     """In a resurrection, the Director calls delete_vm and then create_vm with the disk, without calling detach_disk in
     between.
     """
@@ -775,7 +798,7 @@ def test_resize_disk_grows_a_claim_and_refuses_to_shrink_it(cpi: CpiCalls, clust
 
     cpi("resize_disk", disk, 128)
     assert cluster.of("persistentvolumeclaims")[disk]["status"]["capacity"] == {"storage": "128Mi"}
-    cpi.refused("NotSupported", "resize_disk", disk, 64, match="cannot shrink")
+    cpi.refused("NotSupported", "resize_disk", disk, 64, match="it has 128 MiB and cannot shrink")
 
 
 @pytest.mark.parametrize("can_read", [True, False])

@@ -254,6 +254,16 @@ def test_group_service_is_deleted_with_the_last_vm(cpi: CpiCalls, cluster: FakeC
     assert cluster.of("services") == {}
 
 
+def test_service_of_a_vm_without_a_group_is_deleted_only_with_that_vm(cpi: CpiCalls, cluster: FakeCluster) -> None:
+    properties = {"services": [{"name": "director", "ports": [{"port": 25555}]}]}
+    vm, _ = cpi("create_vm", "agent-1", STEMCELL, properties, DYNAMIC, [], {})
+
+    cpi("delete_vm", cpi.create_vm("agent-2"))
+    assert list(cluster.of("services")) == ["director"]
+    cpi("delete_vm", vm)
+    assert cluster.of("services") == {}
+
+
 def test_service_claimed_by_a_new_vm_during_deletion_is_kept(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
 ) -> None:
