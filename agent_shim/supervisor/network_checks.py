@@ -190,9 +190,9 @@ async def _dialogue(line: _Conversation, protocol: Protocol) -> None:
 
 
 def wire_text(text: str) -> bytes:
-    r"""Encode a ``send`` text, in which ``\0xHH`` represents any byte."""
-    spelled = re.sub(r"\\0x([0-9A-Fa-f]{2})", lambda found: chr(int(found[1], 16)), text)
-    return spelled.encode("latin-1", "replace") if spelled != text else text.encode("utf-8", "surrogateescape")
+    r"""Encode a ``send`` text, in which ``\0xHH`` represents any byte. Other characters are sent as in the file."""
+    raw = text.encode("utf-8", "surrogateescape")
+    return re.sub(rb"\\0x([0-9A-Fa-f]{2})", lambda found: bytes.fromhex(found[1].decode()), raw)
 
 
 class PageReader:

@@ -19,7 +19,8 @@ from tests.support.serving import serving
     [
         ("ping", b"ping"),
         (r"\0x41\0x00\0xfF", b"A\0\xff"),
-        (r"é\0x0a", b"\xe9\n"),
+        (r"é\0x0a", "é\n".encode()),
+        ("\\0x00\udcff", b"\0\xff"),
         ("é", "é".encode()),
         (r"\0x4", rb"\0x4"),
     ],
