@@ -15,6 +15,7 @@ import msgspec
 
 def mistakes(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
     """Yield an error message with the JSON path for each member of ``value`` that does not fit the type ``wanted``.
+    (``msgspec.convert`` alone would report only the first.)
 
     The member names in ``value`` must already be spelled as in ``wanted`` (``wire.normalized``). If a member's type has
     a description, the message contains it instead of the type's name.
@@ -44,31 +45,34 @@ def mistakes(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
 
 def unknown_keys(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
     """Yield an error message for each key of ``value`` that is not a field of ``wanted``. The message suggests the most
-    similar known key at the same level or nested under it.
+    similar known key at the same level or nested under it. The keys of objects in lists are not checked.
     """
     known = {field.encode_name.lower(): field for field in msgspec.structs.fields(wanted)}
     for name, member in value.items() if isinstance(value, dict) else ():
         inner = known.get(name.lower())
         if inner is None:
-            yield f"unknown key `{path}.{name}`{did_you_mean(name, all_keys(wanted))}"
+            yield f"unknown key `{path}.{name}`{did_you_mean(name, all_keys(wanted), are_paths=True)}"
         elif _is_struct(inner.type):
             yield from unknown_keys(member, inner.type, f"{path}.{inner.encode_name}")
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], *, are_paths: bool = False) -> str:
     """Return ``: did you mean WORD?`` with the most similar known word, or "" if no known word is similar.
 
-    A known word that contains dots is the path of a nested key and is shown as nested JSON objects.
+    If ``are_paths`` is set, the known words are the paths of keys (see ``all_keys``). A nested key is shown as nested
+    JSON objects, and one with the name ``word`` takes precedence over similar names.
     """
     import difflib  # imported late, because only an unknown word needs it
 
-    by_case = {each.lower(): each for each in known}
-    moved = [each for each in by_case if each.endswith(f".{word.lower()}")]
-    near = moved or difflib.get_close_matches(word.lower(), by_case, n=1)
-    if not near:
+    spellings = {each.lower(): each for each in known}
+    nested = [each for each in spellings if are_paths and each.endswith(f".{word.lower()}")]
+    similar = nested or difflib.get_close_matches(word.lower(), spellings, n=1)
+    if not similar:
         return ""
-    *outer, name = by_case[near[0]].split(".")
-    shown = "".join(f'{{"{each}": ' for each in outer) + (f'{{"{name}": …}}' + "}" * len(outer) if outer else name)
+    shown = spellings[similar[0]]
+    *outer, name = shown.split(".") if are_paths else [shown]
+    if outer:
+        shown = "".join(f'{{"{key}": ' for key in outer) + f'{{"{name}": …}}' + "}" * len(outer)
     return f": did you mean {shown}?"
 
 

@@ -217,8 +217,9 @@ def _tightest(hierarchy: Hierarchy | None, most: int) -> Path | None:
 
 
 def cpu_times(cgroup: Cgroup, age: float) -> host_stats.CpuTimes | None:
-    """Return the CPU seconds that the container has used. ``total`` is the CPU time that the quota allows within
-    ``age`` seconds, and ``wait`` is 0, because cgroups do not report the time spent waiting for disks.
+    """Return the CPU seconds that the container has used in the ``age`` seconds since its start. ``total`` is the CPU
+    time that the quota allows in that period, and ``wait`` is 0, because cgroups do not report the time spent waiting
+    for disks.
 
     Return None unless there is a quota that is lower than the number of CPUs.
     """
@@ -278,10 +279,14 @@ def _text(path: Path) -> str:
     """Read a file. Return "" if it is missing or not readable."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # five times faster than read_text
+        content = b""
         try:
-            return os.read(descriptor, processes.MAX_KERNEL_BYTES).decode()
+            # The kernel returns ``cgroup.procs`` one page at a time.
+            while chunk := os.read(descriptor, processes.MAX_KERNEL_BYTES):
+                content += chunk
         finally:
             os.close(descriptor)
+        return content.decode()
     except (OSError, ValueError):
         return ""
 

@@ -54,6 +54,10 @@ def test_unknown_key_without_a_similar_key_gets_no_suggestion() -> None:
     assert config_check.did_you_mean("zzz", ["level"]) == ""
 
 
+def test_suggested_name_with_dots_is_not_shown_as_a_nested_key() -> None:
+    assert config_check.did_you_mean("web.2", ["web.1"]) == ": did you mean web.1?"
+
+
 def test_documented_agent_json_example_sets_every_option() -> None:
     example = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)[0].encode()
     unknown: list[str] = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -244,6 +246,22 @@ def test_cgroup_contains_this_process_only_if_the_kernel_lists_it(tmp_path: Path
     assert cgroups.contains_this_process(cgroups.Hierarchy(1, (tmp_path / "ours",)))
     assert not cgroups.contains_this_process(cgroups.Hierarchy(1, (tmp_path / "others",)))
     assert not cgroups.contains_this_process(cgroups.Hierarchy(1, (tmp_path / "absent",)))
+
+
+def test_this_process_is_found_after_the_first_page_of_a_cgroup_with_many_processes(tmp_path: Path) -> None:
+    """The kernel returns a list of pids one page at a time. A pipe that holds only one page imitates that."""
+    pids = tmp_path / "cgroup.procs"
+    os.mkfifo(pids)
+
+    def list_pids() -> None:
+        with pids.open("wb", buffering=0) as pipe:
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 4096)
+            pipe.write(b"1\n" * 2048)
+            pipe.write(f"{os.getpid()}\n".encode())
+
+    with ThreadPoolExecutor(1) as kernel:
+        kernel.submit(list_pids)
+        assert cgroups.contains_this_process(cgroups.Hierarchy(2, (tmp_path,)))
 
 
 def test_container_without_a_mounted_hierarchy_has_no_cgroup() -> None:
