@@ -49,9 +49,10 @@ class Transfer:
         self._timing = timing
         self._scratch = scratch
         self._session = aiohttp.ClientSession(
-            # Do not reuse connections. The server may have closed an idle one, and an upload over it would fail and not
-            # be retried.
-            connector=aiohttp.TCPConnector(ssl=trusting(ca), limit=10, force_close=True),
+            # Do not reuse connections. If the server had closed an idle one, an upload over it would fail and would not
+            # be retried. Do not limit their number either, because a transfer that waited for another one would count
+            # as stalled. ``Install.parallel`` already limits it.
+            connector=aiohttp.TCPConnector(ssl=trusting(ca), limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=timing.connect),
             request_class=_request_class(timing.hesitate),
             auto_decompress=False,

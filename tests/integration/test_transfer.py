@@ -345,6 +345,15 @@ async def test_transfer_client_closes_all_connections(server: BlobServer, tmp_pa
         assert open_files() <= before + 1
 
 
+async def test_downloads_do_not_wait_for_each_other(server: BlobServer, transfer: Transfer) -> None:
+    """``env.bosh.parallel`` may exceed any limit of the HTTP client. A download that waited would count as stalled."""
+    server.delay = 1
+
+    await asyncio.gather(*(got(transfer, f"{server.url}/b") for _ in range(12)))
+
+    assert server.busiest == 12
+
+
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
