@@ -115,5 +115,6 @@ def _pack(source: int, target: int, size: int, most: int) -> Moved:
         rest += len(chunk)
         files.write_all(target, packer.compress(chunk) + packer.flush(isal_zlib.Z_SYNC_FLUSH))
     os.ftruncate(source, 0)
-    files.write_all(target, packer.flush())
-    return Moved(moved + rest, left_out)
+    with suppress(OSError):  # only the checksum is missing, so keep the archive, which now has the only copy of the log
+        files.write_all(target, packer.flush())
+    return Moved(moved + appended, left_out)

@@ -12,6 +12,7 @@ import pytest
 
 from agent_shim.bulk import copytruncate
 from agent_shim.core.errors import HostError
+from agent_shim.host import files
 
 
 def rotate(directory: Path, keep: int = 3, most: int = 1000) -> copytruncate.Moved:
@@ -72,6 +73,27 @@ def test_failed_rotation_keeps_the_log_and_leaves_no_archive(tmp_path: Path, mon
 
     assert (tmp_path / "a.log").read_bytes() == b"precious"
     assert archives(tmp_path) == {}
+
+
+def test_archive_is_kept_if_the_disk_is_full_once_the_log_has_been_truncated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At that point, only the checksum at the end of the archive is still missing."""
+    (tmp_path / "a.log").write_bytes(b"precious")
+    truncate = os.ftruncate
+
+    def full(_fd: int, _data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    def fill_disk(fd: int, size: int) -> None:
+        truncate(fd, size)
+        monkeypatch.setattr(files, "write_all", full)
+
+    monkeypatch.setattr(os, "ftruncate", fill_disk)
+
+    assert rotate(tmp_path) == (8, 0)
+    packed = (tmp_path / "a.log.1.gz").read_bytes()
+    assert zlib.decompressobj(wbits=31).decompress(packed) == b"precious"
 
 
 def test_archive_size_limit_is_shared_by_all_data_ranges_of_a_sparse_log(tmp_path: Path) -> None:
