@@ -418,7 +418,7 @@ class Service:
     async def run(self) -> None:
         """Do the work of each state until cancelled. Cancellation leaves the process running.
 
-        When the service changes its state, ``on`` cancels the work of the previous state.
+        When the state changes, ``on`` cancels the work of the previous state, unless the work has caused the change.
         """
         works = {
             Work.LAUNCH: self._launch,
@@ -473,15 +473,21 @@ class Service:
             self.on(Trigger.FAILED)
         else:
             self.on(Trigger.APPEARED)
+            # A keeper may have been killed during an earlier run, or while no agent was running.
             self._complain_of_lost_keepers(await self._keepers.orphans(self.spec.labels))
-            is_ctl = self.spec.start is not None and self._starter is self._by_ctl
-            if is_ctl and (said := await self._shared.programs.refused_limit(self.spec.name)):
-                # The container refused a limit, and the start program continued without it.
-                self.record.reason = f"running with a lower limit than its start program requested: {said}"
+            await self._show_refused_limit()
         if self._is_counted:
             self._is_counted = False
             for limit in self.spec.limits:
                 await self._apply(limit)
+
+    async def _show_refused_limit(self) -> None:
+        """If the container refused a limit, and the start program continued without it, show that as the reason. Call
+        this after ``on``, which clears the reason when the service begins to run.
+        """
+        is_ctl = self.spec.start is not None and self._starter is self._by_ctl
+        if is_ctl and (message := await self._shared.programs.refused_limit(self.spec.name)):
+            self.record.reason = f"running with a lower limit than its start program requested: {message}"
 
     def _why_unreadable(self) -> str:
         """Return why an existing pidfile cannot be read, or "". For example, a job may have replaced it with a link."""
@@ -513,7 +519,7 @@ class Service:
         await self._by_ctl.finish_stop(spec)  # a start program must not run at the same time as a stop program
         if finder.program is None or not finder.program.is_alive:
             if not spec.is_process:
-                await finder.look_at_path(spec)
+                await finder.look_at_path(spec)  # ``look`` returns the result
             # For a check that has no process, monit runs the start program even if the path exists. In a restart, monit
             # runs the stop program first.
             if (spec.is_process or spec.start is None) and await finder.look(spec, record.processes):
@@ -563,6 +569,7 @@ class Service:
         except TimeoutError:
             self.notify("Exists", "alert", f"process is running with pid {finder.pid}")
             self.on(Trigger.SETTLED)
+            await self._show_refused_limit()
             return
         # monit checks once per cycle, so it would not have seen this process yet.
         is_young = time.monotonic() - finder.up_at < self._timing.cycle
@@ -622,7 +629,7 @@ class Service:
         if Trigger.DIED not in NEXT[record.state]:  # a stop was requested in the same iteration of the event loop
             return
         if time.monotonic() - self._finder.up_at > self._timing.backoff_limit:
-            record.failures = 0
+            record.failures = 0  # the process was up for long enough to reset the back-off
         record.failures += 1
         record.reason = reason
         if isinstance(how, Exit):
@@ -713,10 +720,11 @@ class Service:
                     pass
                 case "stop":
                     self.stop()
-                case "restart" if self.state in UP:
+                case "restart" if self.state in UP:  # otherwise, it is already down, starting or stopping
                     has = (spec.start is not None, spec.stop is not None)
-                    if all(has) if spec.is_process else any(has) or self.dependants:
-                        self._take_effect(Effect.COUNT)
+                    is_possible = all(has) if spec.is_process else any(has) or bool(self.dependants)
+                    if is_possible:
+                        self._take_effect(Effect.COUNT)  # unlike a restart that was requested
                         self.bounce()
                 case "start" if spec.start is not None and not spec.is_process:
                     await run(spec.name, spec.start, "Started")
@@ -746,7 +754,8 @@ class Service:
             others = await self._keepers.trees(self.spec.labels, self._others())
             await self._run_stop()
         if self.spec.start is not None:
-            left = await self._keepers.end(self.spec.labels, others, self._within(self._timing.grace))
+            # Without a start program, the agent has started no process that it may terminate.
+            left = await self._keepers.end(self.spec.labels, others, self._until_kill(self._timing.grace))
             running = self.process
             if running is not None and running.is_alive and processes.is_only_named:
                 left += named([running.identity])

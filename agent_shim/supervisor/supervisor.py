@@ -94,7 +94,7 @@ class Supervisor:
         container can provide is not started. If ``has_bpm`` is set, the agent runs bpm processes itself; otherwise, the
         release's own bpm is used. The instance is reported as ``starting`` for ``settling()`` seconds after ``start``.
         ``acted_on`` is passed to ``plan.plan``. ``on_saved`` is called in a thread with each saved state (``Saved`` as
-        JSON).
+        JSON), from which the monit replacement writes monit's own state file.
         """
         self._has_bpm, self._acted_on = has_bpm, acted_on
         self._on_saved = on_saved
@@ -199,7 +199,7 @@ class Supervisor:
                 doubtful.append(service)
             elif service.is_renamed():
                 service.look_again()
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # each check has read files, so let other tasks run
         if doubtful:
             await asyncio.sleep(self._shared.timing.look)
         for service in doubtful:
@@ -219,6 +219,7 @@ class Supervisor:
                 used, limit = (f"{size / (1 << 20):.1f} MiB" for size in (kill.used, kill.limit))
                 what = f"process {kill.process} of job {kill.job}"
                 text = f"out of memory: {what} used {used}, its limit is {limit}: it was killed"
+                # A process that a script has started belongs to no service.
                 self._shared.notify(
                     Event(names[0] if names else kill.process, "Resource limit matched", "restart", text)
                 )
@@ -377,8 +378,8 @@ class Supervisor:
     # --- requests to all services -------------------------------------------------------------------------------------
 
     async def start(self, *, is_asked: bool = True) -> None:
-        """Start all jobs, without waiting until they are running. This includes services outside the vcap group,
-        because monit starts them on a reload.
+        """Start all jobs, without waiting until they are running. This includes services outside the vcap group, except
+        those in manual mode, because monit starts them on a reload.
 
         ``is_asked`` means that the start was requested. If such a start cannot be saved for the next agent, raise
         ``HostError`` and start nothing.

@@ -26,7 +26,7 @@ from agent_shim.supervisor.ownership.keepers import Left
 from agent_shim.supervisor.plan import ProcessSpec, RestartLimit
 from agent_shim.supervisor.service import Event, Service, ServiceRecord, StopRequest
 from agent_shim.supervisor.state import State, Trigger
-from tests.support.played import SPEC, START_TAKES, TIMING, SimulatedMachine, played, service_on
+from tests.support.played import SPEC, START_TAKES, TIMING, PlayedPrograms, SimulatedMachine, played, service_on
 
 CTL: Final = MonitProgram(("ctl",))
 CALL: Final = BpmCall("start", "web", "web")
@@ -361,6 +361,23 @@ async def test_rule_start_action_runs_the_start_program_only_for_a_path(
         machine.process = process
 
     assert len(machine.starts) == starts
+
+
+@played
+async def test_limit_that_the_container_refused_is_reported_after_a_restart_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PlayedPrograms, "refused_limit", lambda *_: asyncio.sleep(0, "ulimit: cannot modify limit"))
+    async with started(machine := SimulatedMachine()) as service:
+        await asyncio.sleep(1)
+        before = service.record.reason
+        machine.end()
+        await service.wait_to_leave(frozenset({State.RUNNING}))
+        await start_and_wait(service)
+        await asyncio.sleep(1)
+
+        assert service.record.reason == before
+        assert before.endswith("ulimit: cannot modify limit")
 
 
 @played
