@@ -49,10 +49,10 @@ def main() -> None:
 
         sys.exit(commands.run(sys.argv[1:]))
     response = take_stdout()
-    from kubernetes_cpi import door
+    from kubernetes_cpi import endpoint
 
     request = b"" if sys.stdin is None else sys.stdin.buffer.read()
-    data = door.answer(request, sys.argv[1:])
+    data = endpoint.answer(request, sys.argv[1:])
     while data:
         data = data[os.write(response, data) :]
 

@@ -1,5 +1,5 @@
 """Table of CPI methods and the functions that implement them. Only `info` is implemented elsewhere, in
-``kubernetes_cpi.door``.
+``kubernetes_cpi.endpoint``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from kubernetes_cpi import door
+from kubernetes_cpi import endpoint
 from tests.cpi.fake_api import FakeApiServer, FakeCluster, Object
 from tests.support.source import ROOT
 
@@ -66,7 +66,7 @@ class CpiCalls:
 
     def answer(self, request: bytes) -> Object:
         """Run the CPI in this process and return the response."""
-        return checked(door.answer(request, ["--config", str(self.file)]))
+        return checked(endpoint.answer(request, ["--config", str(self.file)]))
 
     def run(self, request: bytes) -> tuple[Object, str]:
         """Run the CPI in a process with a minimal environment. Return the response and the log."""

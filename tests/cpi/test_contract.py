@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kubernetes_cpi import door, methods
+from kubernetes_cpi import endpoint, methods
 from tests.cpi.calls import DIRECTOR, ENV, STEMCELL, CpiCalls, checked, start
 from tests.cpi.fake_api import FakeCluster
 
@@ -149,4 +149,4 @@ def test_cpi_config_properties_override_the_configuration(cpi: CpiCalls, cluster
 def test_unknown_key_in_a_cpi_config_is_rejected() -> None:
     raw = b'{"method":"has_vm","arguments":["vm-a-0"],"context":{"director_uuid":"d","namespase":"x"}}'
 
-    assert "nearest known one is `namespace`" in checked(door.answer(raw, []))["error"]["message"]
+    assert "nearest known one is `namespace`" in checked(endpoint.answer(raw, []))["error"]["message"]

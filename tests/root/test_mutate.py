@@ -49,8 +49,8 @@ class Bystanders:
     """
 
     def __init__(self) -> None:
-        self.door = socket.create_server(("127.0.0.1", 0))
-        self.door.setblocking(False)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.setblocking(False)
         self.process = subprocess.Popen(["sleep", "1000"])
         name = f"of-a-mutant-{os.getpid()}"
         self.files = [Path("/etc") / name, Path("/dev") / name, Path("/tmp") / name, ROOT / name]
@@ -58,20 +58,20 @@ class Bystanders:
     def harm(self) -> str:
         """Return the source of a test that tries to change or reach each of these bystanders."""
         etc, device, tmp, code = self.files
-        port = self.door.getsockname()[1]
+        port = self.listener.getsockname()[1]
         return HARM.format(etc=etc, device=device, tmp=tmp, code=code, pid=self.process.pid, port=port)
 
     def are_unharmed(self) -> bool:
         """Return True if none of the files was created. Fail if the process or the port was reached."""
         with pytest.raises(BlockingIOError):
-            self.door.accept()
+            self.listener.accept()
         assert self.process.poll() is None
         return not any(path.exists() for path in self.files)
 
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
-        self.door.close()
+        self.listener.close()
         for path in self.files:
             path.unlink(missing_ok=True)
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kubernetes_cpi import door, methods, names
+from kubernetes_cpi import endpoint, methods, names
 from tests.cpi.calls import DYNAMIC, ENV, STEMCELL, CpiCalls, checked, start
 from tests.cpi.fake_api import FakeApiServer
 from tests.support.source import ROOT
@@ -45,14 +45,14 @@ REQUESTS = st.fixed_dictionaries(
 @example(raw=b"[" * 100_000)
 @example(raw=b'{"method":"info","arguments":' + b"[" * 100_000)
 def test_cpi_answers_arbitrary_bytes_with_one_response(raw: bytes) -> None:
-    checked(door.answer(raw, []))
+    checked(endpoint.answer(raw, []))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(request=REQUESTS)
 def test_cpi_answers_every_request_with_one_response(cpi: CpiCalls, request: Any) -> None:
     cpi.server.cluster.objects.clear()
-    checked(door.answer(json.dumps(request).encode(), ["--config", str(cpi.file)]))
+    checked(endpoint.answer(json.dumps(request).encode(), ["--config", str(cpi.file)]))
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -91,14 +91,14 @@ def test_cpi_responds_even_if_stdin_or_stderr_is_closed(cpi: CpiCalls, redirecti
 
 PRINTING = """
 import os, sys
-from kubernetes_cpi import __main__, door
-answer = door.answer
+from kubernetes_cpi import __main__, endpoint
+answer = endpoint.answer
 def printing(*arguments):
     print("a library prints")
     os.write(1, b"so does C\\n")
     os.system("echo a child prints")
     return answer(*arguments)
-door.answer = printing
+endpoint.answer = printing
 __main__.main()
 """
 
@@ -143,8 +143,8 @@ them.
 def loaded_by(request: bytes, file: Path) -> tuple[Any, set[str]]:
     """Run a request in a new interpreter. Return the result and the names of all imported modules."""
     program = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from kubernetes_cpi import door; "
-        f"raw = door.answer({request!r}, ['--config', {str(file)!r}]); print(raw.decode()); print(*sys.modules)"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from kubernetes_cpi import endpoint; "
+        f"raw = endpoint.answer({request!r}, ['--config', {str(file)!r}]); print(raw.decode()); print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, check=True)
     response, loaded = done.stdout.splitlines()
@@ -178,7 +178,7 @@ def test_read_only_cpi_calls_import_few_modules(cpi: CpiCalls, server: FakeApiSe
 
 @pytest.mark.parametrize("arguments", [["--config"], ["--help"], ["--config", "a", "b"], ["x"]])
 def test_invalid_cpi_command_line_is_reported(arguments: list[str]) -> None:
-    assert "usage" in checked(door.answer(b'{"method":"info"}', arguments))["error"]["message"]
+    assert "usage" in checked(endpoint.answer(b'{"method":"info"}', arguments))["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_invalid_cpi_configuration_is_reported(tmp_path: Path, text: str | None,
         file.write_text(text)
     raw = b'{"method":"has_vm","arguments":["vm-bosh-0"],"context":{}}'
 
-    error = checked(door.answer(raw, ["--config", str(file)]))["error"]
+    error = checked(endpoint.answer(raw, ["--config", str(file)]))["error"]
 
     assert error["type"] == "Bosh::Clouds::CpiError"
     assert words in error["message"]
