@@ -67,7 +67,8 @@ def _jobs(paths: Paths, saved: Saved | None) -> Iterator[str]:
     if not saved.is_wanted or paths.stopped_marker.exists():
         yield "the jobs are stopped; monit learns of them when the Director starts them"
         return
-    write_monit_files(paths.monit_job, saved.files)
+    with files.attempting(f"write monit files to {paths.monit_job}"):
+        write_monit_files(paths.monit_job, saved.files, is_synced=True)
     for spec in plan(saved.files):
         record = saved.services.get(spec.name.lower())
         yield _job(spec, record.processes.known if record else None)

@@ -265,7 +265,7 @@ class Supervisor:
         self._memory = saved.services
         async with self._planning:
             if root_is_new:
-                await asyncio.to_thread(write_monit_files, self._paths.monit_job, saved.files)
+                await asyncio.to_thread(_write_for_operators, self._paths.monit_job, saved.files)
             await self._apply_plan(saved.files, is_same_container=is_same_container)
             if is_outdated:
                 logger.warning("%s is older than the last stop: the jobs stay stopped", self._paths.supervisor_state)
@@ -314,7 +314,7 @@ class Supervisor:
         """
         async with self._planning:  # the last request must win, not the one that is parsed fastest
             if are_written:
-                await asyncio.to_thread(write_monit_files, self._paths.monit_job, job_files)
+                await asyncio.to_thread(_write_for_operators, self._paths.monit_job, job_files)
             await self._apply_plan(job_files, is_same_container=True)
 
     async def forget(self) -> None:
@@ -471,7 +471,9 @@ class Supervisor:
         self._programs.keepers.killed.clear()
 
     async def unmonitor(self) -> None:
-        """Stop monitoring all jobs, as the Director requests before a drain."""
+        """Stop monitoring all jobs before they are drained, so that a process that exits in the meantime is not
+        restarted.
+        """
         for service in self._concerned():
             service.unmonitor()
 
@@ -685,20 +687,26 @@ def _closure(services: Iterable[Service], beyond: Callable[[Service], Iterable[S
     return list(found.values())
 
 
-def write_monit_files(directory: Path, job_files: Sequence[JobFile]) -> None:
-    """Write the monit files where operators and scripts expect them, under the names that the Go agent gives them.
+def write_monit_files(directory: Path, job_files: Sequence[JobFile], *, is_synced: bool) -> None:
+    """Write the monit files under the names that the Go agent gives them. Raises ``OSError``.
 
-    The files are numbered from the last job to the first (applier/jobs/rendered_job_applier.go). They are not synced,
-    because the agent never reads them and writes them again at each start.
+    The files are numbered from the last job to the first (applier/jobs/rendered_job_applier.go).
     """
     jobs = list(dict.fromkeys(job_file.job for job_file in job_files))
+    directory.mkdir(parents=True, exist_ok=True)
+    for job_file in job_files:
+        number = len(jobs) - 1 - jobs.index(job_file.job)
+        label = f"_{job_file.name}" if job_file.name else ""
+        path = directory / f"{number:04}_{job_file.job}{label}.monitrc"
+        content = job_file.text.encode("utf-8", "surrogateescape")
+        files.write_atomic(path, content, is_synced=is_synced, if_changed=True)
+
+
+def _write_for_operators(directory: Path, job_files: Sequence[JobFile]) -> None:
+    """Write the monit files where operators and scripts expect them. Errors are only logged, and the files are not
+    synced, because the agent itself does not read them and writes them again when the Director starts the jobs.
+    """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for job_file in job_files:
-            number = len(jobs) - 1 - jobs.index(job_file.job)
-            label = f"_{job_file.name}" if job_file.name else ""
-            path = directory / f"{number:04}_{job_file.job}{label}.monitrc"
-            content = job_file.text.encode("utf-8", "surrogateescape")
-            files.write_atomic(path, content, is_synced=False, if_changed=True)
+        write_monit_files(directory, job_files, is_synced=False)
     except OSError as exc:
         logger.warning("cannot write monit files for operators: %s", exc)

@@ -4,7 +4,9 @@ removed as these programs require.
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,25 @@ async def test_handback_keeps_jobs_running_and_writes_their_monit_files(instance
         assert {job: len(pids) for job, pids in instance.starts().items()} == {"job0": 1, "job1": 1}
         names = [process["name"] for process in (await instance.director.value(AGENT, "get_state"))["processes"]]
         assert names == ["job0", "job1"]
+
+
+async def test_handback_fails_if_it_cannot_write_the_monit_files(
+    instance: RunningAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without these files, monit would not supervise the jobs."""
+    await instance.deploy(1)
+    await instance.stop_agent()
+    real = files.write_atomic
+
+    def write(path: Path, *arguments: Any, **options: Any) -> None:
+        if path.suffix == ".monitrc":
+            raise HostError(errno.ENOSPC, f"cannot write {path}: No space left on device")
+        real(path, *arguments, **options)
+
+    monkeypatch.setattr(files, "write_atomic", write)
+    with pytest.raises(HostError, match="cannot write .*0000_job0.monitrc: No space left on device"):
+        hand_back(Paths(instance.base))
+    assert (instance.base / "bosh/agent_shim.json").exists()
 
 
 @pytest.mark.slow
