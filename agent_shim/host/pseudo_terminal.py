@@ -78,12 +78,27 @@ INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 def in_terminal(argv: list[str]) -> int:
-    """Run a program in the caller's terminal. Ctrl-C interrupts only the program, not this process. Return its exit
-    code, or 128+N if signal N killed it. Raises ``OSError``.
+    """Run a trusted program such as strace, never a job's, in the caller's own terminal. Return its exit code, or 128+N
+    if signal N killed it. Raises ``OSError``.
+
+    From then on, this process survives SIGINT, so that Ctrl-C interrupts only the program. If the program has not
+    exited a while later, it is killed. For example, strace hangs, and keeps the traced process stopped, if that process
+    is in a vfork.
     """
+    is_killed = False
+
+    def kill(_signal: int, _frame: object) -> None:
+        nonlocal is_killed
+        is_killed = True
+        os.kill(child, signal.SIGKILL)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = os.posix_spawnp(argv[0], argv, os.environ, setsigdef=[signal.SIGINT])
-    return _code(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    signal.signal(signal.SIGALRM, kill)
+    signal.signal(signal.SIGINT, lambda *_: signal.setitimer(signal.ITIMER_REAL, HANG_UP_TIMEOUT_S))
+    status = os.waitpid(child, 0)[1]
+    signal.setitimer(signal.ITIMER_REAL, 0)  # the pid may be reused from now on
+    return INTERRUPTED if is_killed else _code(os.waitstatus_to_exitcode(status))
 
 
 def open_pair(root: str) -> tuple[int, int]:

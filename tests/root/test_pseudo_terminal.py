@@ -337,7 +337,13 @@ def test_children_that_keep_the_terminal_open_do_not_prolong_a_terminal_session(
 
 
 @pytest.mark.parametrize(
-    ("script", "code"), [("exit 7", 7), ("kill -TERM $$", 143), ("echo up >&3; exec sleep 1000", 130)]
+    ("script", "code"),
+    [
+        ("exit 7", 7),
+        ("kill -TERM $$", 143),
+        ("echo up >&3; exec sleep 1000", 130),
+        ("trap '' INT; echo up >&3; while :; do sleep 0.02; done", 130),
+    ],
 )
 def test_ctrl_c_in_a_terminal_session_interrupts_only_the_program(operator: Operator, script: str, code: int) -> None:
     """The caller must survive Ctrl-C, so that it can report how the program exited."""
