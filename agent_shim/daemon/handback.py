@@ -100,13 +100,14 @@ def _known_disks(paths: Paths) -> Mapping[str, hints.DiskSettings]:
 
 
 def _disks(paths: Paths, known: Mapping[str, hints.DiskSettings]) -> Iterator[str]:
-    for cid, disk in known.items():
-        place = disk.place or paths.store
+    """Remove the agent's markers from the disks, and yield a line for the report about each of them."""
+    for disk in known.values():
+        place = disk.place or paths.store  # a disk without a known path may be the one mounted at the store
         if (marker := markers.read(place)) is not None:
             files.remove_tree(place / markers.DIRECTORY)
-            is_store = marker.cid == cid and marker.role == "store"
+            is_store = marker.cid in known and marker.role == "store"
             more = f"; {paths.managed_disk} says it is the store" if is_store else ""
-            yield f"disk {cid}: our marker is removed{more}"
+            yield f"disk {marker.cid}: our marker is removed{more}"
     if paths.store.is_symlink():
         yield f"{paths.store} is a link to the disk, since this container may not mount: the BOSH agent cannot use that"
 

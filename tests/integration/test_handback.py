@@ -121,6 +121,19 @@ async def test_handback_without_an_earlier_agent_changes_nothing_and_can_be_repe
         assert (status, "no jobs were supervised" in output) == (0, True)
 
 
+def test_handback_names_the_disk_on_the_store_if_no_path_is_known(tmp_path: Path) -> None:
+    paths = Paths(tmp_path / "vcap")
+    for path in (paths.bosh, paths.store):
+        path.mkdir(parents=True)
+    markers.write(paths.store, Marker("disk-2", "store"))
+    paths.settings_cache.write_text('{"agent_id": "a-1", "disks": {"persistent": {"disk-1": "", "disk-2": ""}}}')
+
+    report = hand_back(paths)
+
+    assert f"disk disk-2: our marker is removed; {paths.managed_disk} says it is the store" in report
+    assert not any("disk-1" in line for line in report)
+
+
 def test_handback_removes_disk_markers(tmp_path: Path) -> None:
     """The Go agent would copy the markers to other disks."""
     paths = Paths(tmp_path / "vcap")
