@@ -14,34 +14,42 @@ CLAIM_TIMEOUT_S: Final = 20.0
 
 
 class Kills:
-    """Counts OOM kills, each of which explains the exit of one process. ``read`` returns the total number of OOM kills
+    """Counts OOM kills, and attributes each of them to one process exit. ``read`` returns the total number of OOM kills
     so far, or None if it is unavailable.
     """
 
     def __init__(self, read: Callable[[], int | None] | None = None) -> None:
-        self._read = read or _of_container()
-        self._seen = self._read() or 0
-        self._open: list[float] = []
+        self._read = read or _container_counter()
+        self._seen = self._read()
+        """The last total that could be read, or None."""
+        self._unclaimed: list[float] = []
+        """Monotonic time of each recent kill that does not explain an exit yet."""
 
     def claim(self) -> bool:
-        """Claim a recent OOM kill as the cause of an exit that was just seen. Return False if there is none."""
+        """Claim a recent OOM kill as the cause of an exit that was just observed. Return False if there is none."""
         self.count()
-        if not self._open:
+        if not self._unclaimed:
             return False
-        self._open.pop(0)
+        self._unclaimed.pop(0)
         return True
 
     def count(self) -> None:
-        """Count new kills, and drop expired ones, which must have affected other processes."""
+        """Count new kills, and forget expired ones. No service has claimed an expired kill, so it must have hit some
+        other process.
+        """
         now = time.monotonic()
-        kills = self._read() or 0
-        self._open = [at for at in self._open if now - at < CLAIM_TIMEOUT_S] + [now] * max(0, kills - self._seen)
-        self._seen = kills
+        kills = self._read()
+        self._unclaimed = [at for at in self._unclaimed if now - at < CLAIM_TIMEOUT_S]
+        if kills is not None:
+            if self._seen is not None:
+                self._unclaimed += [now] * max(0, kills - self._seen)
+            self._seen = kills
 
 
-def _of_container() -> Callable[[], int | None]:
+def _container_counter() -> Callable[[], int | None]:
+    """Return a function that reads how many OOM kills there have been in this container."""
     cgroup = cgroups.find()
-    # Find the cgroup level only once, because the counter is read at every exit.
+    # Look up the cgroup only once, because its counter is read at every exit.
     level = functools.cache(lambda: cgroups.oom_level(cgroup, host_stats.memory_total()))
 
     def read() -> int | None:

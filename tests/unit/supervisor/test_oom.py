@@ -19,7 +19,7 @@ def test_each_oom_kill_is_attributed_to_only_one_exit() -> None:
     assert [counted.claim(), counted.claim(), counted.claim()] == [True, True, False]
 
 
-def test_oom_kill_counted_before_the_exit_is_noticed_explains_the_exit() -> None:
+def test_late_exit_is_attributed_to_an_already_counted_oom_kill() -> None:
     """The kernel counts a kill before the agent notices the exit. The agent may read the counter between these two
     moments.
     """
@@ -31,7 +31,14 @@ def test_oom_kill_counted_before_the_exit_is_noticed_explains_the_exit() -> None
     assert counted.claim()
 
 
-def test_oom_kills_are_read_from_the_containers_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oom_kills_are_not_counted_again_after_the_counter_could_not_be_read() -> None:
+    readings: list[int | None] = [None, 3, None, 3]
+    counted = Kills(lambda: readings.pop(0))
+
+    assert [counted.claim(), counted.claim(), counted.claim()] == [False, False, False]
+
+
+def test_oom_kills_are_read_from_the_container_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hierarchy = cgroups.Hierarchy(2, (tmp_path,))
     monkeypatch.setattr(cgroups, "find", lambda: cgroups.Cgroup(memory=hierarchy))
     (tmp_path / "memory.events").write_text("oom 3\noom_kill 3\n")
