@@ -1,4 +1,4 @@
-"""Counters that the bus updates and the metrics report."""
+"""Defines the counters for the message bus, which are reported as metrics."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Stats(msgspec.Struct):
     rejected: int = 0
     """Number of invalid requests."""
     duplicates: int = 0
+    """Number of requests dropped because they arrived twice, as happens while credentials are rotated."""
     flooded: int = 0
     """Number of requests dropped because too many were in progress."""
     failed: int = 0
@@ -25,8 +26,8 @@ class Stats(msgspec.Struct):
     unanswered: int = 0
     """Number of replies that could not be sent."""
     denied: int = 0
-    """Number of messages that the server refused for lack of permission, plus the number of callers that the agent
-    refused.
+    """Number of messages that the server rejected because permission was missing, plus the number of callers that the
+    agent rejected.
     """
     last_error: str = ""
     """The most recent connection problem, or "" if there has been none since the last successful connection."""

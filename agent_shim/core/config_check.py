@@ -22,11 +22,11 @@ def mistakes(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
     """
     origin = typing.get_origin(wanted)
     is_union = origin in (types.UnionType, typing.Union)
-    arms = [arm for arm in typing.get_args(wanted) if arm is not type(None)] if is_union else []
-    if len(arms) == 1 and value is not None:
-        yield from mistakes(value, arms[0], path)
+    members = [each for each in typing.get_args(wanted) if each is not type(None)] if is_union else []
+    if len(members) == 1 and value is not None:  # ``wanted`` is X | None
+        yield from mistakes(value, members[0], path)
     elif isinstance(value, dict) and _is_struct(wanted):
-        types_by_name = _types(wanted)
+        types_by_name = _member_types(wanted)
         for name, member in value.items():
             yield from mistakes(member, types_by_name[name], f"{path}.{name}")
     elif isinstance(value, dict) and origin is dict:
@@ -59,8 +59,8 @@ def unknown_keys(value: Any, wanted: Any, path: str = "$") -> Iterator[str]:
 def did_you_mean(word: str, known: Iterable[str], *, are_paths: bool = False) -> str:
     """Return ``: did you mean WORD?`` with the most similar known word, or "" if no known word is similar.
 
-    If ``are_paths`` is set, the known words are the paths of keys (see ``all_keys``). A nested key is shown as nested
-    JSON objects, and one with the name ``word`` takes precedence over similar names.
+    If ``are_paths`` is set, the known words are the paths of keys (see ``all_keys``). A nested key that is called
+    ``word`` is suggested before any similar key. Nested keys are shown as nested JSON objects.
     """
     import difflib  # imported late, because only an unknown word needs it
 
@@ -87,7 +87,7 @@ def all_keys(wanted: Any, path: str = "") -> Iterator[str]:
 
 
 @cache  # because msgspec evaluates all annotations of a struct each time
-def _types(wanted: type[msgspec.Struct]) -> dict[str, Any]:
+def _member_types(wanted: type[msgspec.Struct]) -> dict[str, Any]:
     return {field.encode_name: field.type for field in msgspec.structs.fields(wanted)}
 
 

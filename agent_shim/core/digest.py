@@ -51,7 +51,10 @@ class MultipleDigest(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> MultipleDigest:
-        """Parse a digest string. Raises ``DigestError`` with the same message as the Go agent."""
+        """Parse a digest string. Raises ``DigestError`` with the same message as the Go agent.
+
+        Unknown algorithms are accepted here. ``hasher`` uses a known one or, if there is none, raises an error.
+        """
         digests = []
         for piece in filter(None, text.split(";")):
             before, colon, after = piece.partition(":")

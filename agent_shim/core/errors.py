@@ -1,7 +1,7 @@
-"""Exception classes, one for each kind of error that is caught somewhere.
+"""Defines exception classes, one for each kind of error that is caught somewhere.
 
 Messages read ``cannot X: why`` and name the object and the place. A message that the Director compares with a fixed
-text is the same as the Go agent's.
+string is the same as the Go agent's.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class ConfigError(ShimError):
 
 
 class SettingsError(ConfigError):
-    """The settings from the CPI cannot be used. The message contains the JSON path of the error."""
+    """The settings from the CPI cannot be used. If a member is invalid, the message contains its JSON path."""
 
 
 class NotThereError(ShimError):
-    """A directory, job or service given on the command line does not exist, or the user may not read it."""
+    """A directory, job or service given on the command line does not exist, or the user is not allowed to read it."""
 
     exit_code = 66
 
 
 class BootError(ShimError):
-    """A required boot step has failed."""
+    """A required boot step failed."""
 
 
 class AlreadyRunningError(ShimError):
@@ -51,7 +51,7 @@ class BusError(ShimError):
 
 
 class CredentialsError(BusError):
-    """Our bus credentials are invalid: the certificate, key or CA cannot be read, or the server refuses them."""
+    """Our bus credentials are invalid: the certificate, key or CA cannot be read, or the server rejects them."""
 
 
 class NoAgentError(ShimError):
@@ -69,11 +69,11 @@ class BadArgumentsError(ActionError):
 
 
 class UnknownActionError(ActionError):
-    """No action has this method name."""
+    """A request names a method that is not an action."""
 
 
 class TaskNotFoundError(ActionError):
-    """No task has this id, or the task has already been forgotten."""
+    """There is no task with the requested id, or the task has already been forgotten."""
 
 
 class DigestError(ActionError):

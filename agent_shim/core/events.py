@@ -1,4 +1,4 @@
-"""Functions that wait for an ``asyncio.Event`` while other work runs, or for a limited time."""
+"""Waits for an ``asyncio.Event`` while other work runs, or for a limited time."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ async def ended_before(event: asyncio.Event, work: asyncio.Future[Any], timeout_
 
 async def until_stopped(work: Awaitable[Any], stop: asyncio.Event) -> bool:
     """Wait until ``work`` has finished or ``stop`` is set. Return True if ``work`` has finished; otherwise cancel it
-    and return False.
+    and return False. If ``work`` fails, its error is raised.
     """
     working = asyncio.ensure_future(work)
     try:
         if is_done := await ended_before(stop, working):
-            working.result()
+            working.result()  # raises the error from ``work``, if any
         return is_done
     finally:
         working.cancel()

@@ -30,7 +30,7 @@ async def run_forever(name: str, run: Callable[[], Awaitable[object]], *, is_vit
     """Call ``run``, and call it again whenever it returns or raises an error, although it should do neither.
 
     If ``is_vital`` is set and the task fails too often (``MAX_FAILURES``), raise ``RuntimeError`` with the last failure
-    as its cause.
+    as its cause. The agent then exits and is started again.
     """
     pause = FIRST_PAUSE_S
     recent: deque[float] = deque(maxlen=MAX_FAILURES + 1)
@@ -58,8 +58,8 @@ async def run_forever(name: str, run: Callable[[], Awaitable[object]], *, is_vit
 
 
 def is_asked_to_end() -> bool:
-    """Return True if the current task itself is being cancelled. If it is not, a ``CancelledError`` that it has caught
-    comes from something that it awaited.
+    """Return True if the current task is being cancelled. If the result is False, a ``CancelledError`` was raised by
+    something that the task has awaited.
     """
     current = asyncio.current_task()
     return current is not None and current.cancelling() > 0

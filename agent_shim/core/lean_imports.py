@@ -20,7 +20,7 @@ class _StandIn(ModuleType):
     is_importing = True
 
     def __getattr__(self, member: str) -> Any:
-        if member.startswith("__"):  # the import system looks up such attributes, which must seem missing
+        if member.startswith("__"):  # the import system looks these up, and they must appear to be missing
             raise AttributeError(member)
         return type(member, (), {}) if self.is_importing else getattr(importlib.import_module(self.__name__), member)  # noqa: TID251 - imports only libraries
 
@@ -42,18 +42,19 @@ def preload(module: str, *unused: str) -> None:
                 del sys.modules[name]
     finally:
         for name, stand_in in stand_ins.items():
-            stand_in.is_importing = False
+            stand_in.is_importing = False  # from now on, using the stand-in imports the real module
             if sys.modules.get(name) is stand_in:
                 del sys.modules[name]
             package, _, child = name.rpartition(".")
             if package in sys.modules:
+                # The import system sets this attribute of a package only for submodules that it has loaded itself.
                 vars(sys.modules[package]).setdefault(child, stand_in)
 
 
 @contextmanager
 def without_authorities() -> Iterator[None]:
-    """Keep a library that is imported in this block from loading the system's CAs into a TLS context. Loading them
-    takes 30 to 70 ms and 0.8 MB.
+    """Prevent libraries that are imported in this block from loading the system's CAs into a default TLS context,
+    because the agent does not use that context. Loading them takes 30 to 70 ms and 0.8 MB.
     """
     import ssl  # imported late, because a command without TLS does not need it
 

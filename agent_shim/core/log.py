@@ -71,9 +71,9 @@ def _trace(error: BaseException | None) -> str:
     any other message may contain a secret.
     """
     parts: list[str] = []
-    known: set[int] = set()
-    while error is not None and id(error) not in known:
-        known.add(id(error))
+    seen_ids: set[int] = set()
+    while error is not None and id(error) not in seen_ids:  # causes may form a cycle
+        seen_ids.add(id(error))
         frames = "".join(traceback.format_tb(error.__traceback__))
         text = f": {error}" if isinstance(error, ShimError | HostError) else ""
         number = f" [Errno {error.errno}]" if isinstance(error, OSError) and error.errno else ""
@@ -86,6 +86,8 @@ def _trace(error: BaseException | None) -> str:
 
 
 class TextLines(logging.Formatter):
+    """Formats records as text for a terminal. The lines of a traceback are indented."""
+
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
 
@@ -101,6 +103,8 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
+    """Formats records as JSON for log collectors. Times are in UTC."""
+
     converter = staticmethod(time.gmtime)
 
     def format(self, record: logging.LogRecord) -> str:
@@ -127,6 +131,7 @@ class _File(logging.handlers.RotatingFileHandler):
         super().__init__(path, maxBytes=LARGEST, backupCount=1, encoding="utf-8", errors="replace", delay=True)
 
     def _open(self) -> TextIOWrapper:
+        # If this path is a FIFO without a reader, O_NONBLOCK makes the open fail instead of blocking the agent.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         return open(os.open(self.baseFilename, flags, 0o640), "a", encoding=self.encoding, errors=self.errors)
 
@@ -148,9 +153,10 @@ class _Stderr(logging.Handler):
         atexit.register(self.close)
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write a line if standard error accepts it at once. Otherwise let a thread write it."""
         try:
             line = f"{self.format(record)}\n".encode("utf-8", "replace")
-        except (TypeError, ValueError, LookupError):
+        except (TypeError, ValueError, LookupError):  # the arguments do not fit the format string
             return self.handleError(record)
         if len(self._waiting) + len(line) > MAX_WAITING_BYTES:
             self._dropped += 1
@@ -163,19 +169,23 @@ class _Stderr(logging.Handler):
         return None
 
     def _has_room(self, timeout_s: float | None) -> bool:
+        """Wait until stderr accepts ``PIPE_BUF`` bytes. Return False on a timeout. None means no timeout."""
         return bool(select.select((), (self._fd,), (), timeout_s)[1])
 
     def _write(self, timeout_s: float) -> None:
-        """Write buffered lines until none are left or the reader has accepted nothing for ``timeout_s`` seconds."""
+        """Write buffered lines until none are left or the reader has accepted nothing for ``timeout_s`` seconds. The
+        caller holds the handler's lock.
+        """
         while self._waiting and self._has_room(timeout_s):
+            # Write only whole lines unless the first line is longer than ``PIPE_BUF``.
             end = self._waiting.rfind(b"\n", 0, select.PIPE_BUF) + 1 or select.PIPE_BUF
             try:
                 del self._waiting[: os.write(self._fd, self._waiting[:end])]
             except OSError:
-                self._waiting.clear()
+                self._waiting.clear()  # the reader is gone
 
     def _write_later(self) -> None:
-        """Write whenever stderr accepts data, until no lines are left."""
+        """Write lines whenever stderr accepts data, until none are left. Then log how many were dropped, if any."""
         while self._has_thread:
             self._has_room(None)
             self.acquire()
@@ -200,20 +210,21 @@ def is_json(form: str) -> bool:
 
 
 def turn(steps: int) -> None:
-    """Change the log level by ``steps``. A negative number lowers the level, so that more is logged. Errors are logged
-    at every level.
+    """Change the log level by ``steps``, which is -1 for SIGUSR1 and 1 for SIGUSR2. A negative number lowers the level,
+    so that more is logged. Errors are logged at every level.
     """
     root = logging.getLogger()
     names = [name.upper() for name in LEVELS]
-    now = names.index(logging.getLevelName(root.level))
-    name = names[min(len(names) - 1, max(0, now + steps))]
+    index = names.index(logging.getLevelName(root.level)) + steps
+    name = names[min(len(names) - 1, max(0, index))]
+    # Log the change at the higher of the two levels, so that it is not filtered out.
     logger.log(max(root.level, logging.getLevelName(name)), "the level of the log is %s now", name.lower())
     root.setLevel(name)
 
 
 def _is_written_by_svlogd(directory: Path) -> bool:
-    """Return True if a running svlogd writes our stderr to this directory: stderr is a pipe, and the directory's lock
-    is held.
+    """Return True if a running svlogd writes our stderr to ``directory``. This is assumed if stderr is a pipe and the
+    directory's lock is held.
     """
     try:
         if not stat.S_ISFIFO(os.fstat(sys.stderr.fileno()).st_mode):
@@ -233,7 +244,8 @@ def _is_written_by_svlogd(directory: Path) -> bool:
 def setup(*, level: str = "info", form: str = "", file: Path | None = None) -> None:
     """Send all logging to stderr and, if given, to ``file``. ``form`` is json, text or "" (see ``is_json``).
 
-    ``file`` is not used if a svlogd already writes our stderr to its directory, as on a stemcell with runit.
+    If svlogd already writes our stderr to the directory of ``file``, as on a stemcell with runit, ``file`` is not
+    used.
     """
     handlers: list[logging.Handler] = [_Stderr()]
     if file is not None and not _is_written_by_svlogd(file.parent):

@@ -1,8 +1,8 @@
-"""The paths of all files that an agent uses, below one base directory.
+"""Defines the paths of all files that an agent uses, below one base directory.
 
 ``Paths()`` is the tree of a BOSH machine. ``Paths(DIR)`` is the same tree below ``DIR``, which replaces ``/var/vcap``.
-Files in ``/etc`` correspond to files in ``DIR/etc``. With such a base, the agent writes nothing outside ``DIR`` and
-reads nothing in the real ``/var/vcap``. Names and locations match the Go agent
+Files in ``/etc`` correspond to files in ``DIR/etc``. The agent then writes nothing outside ``DIR`` and reads nothing in
+the real ``/var/vcap``. Names and locations match the Go agent
 (settings/directories/directories_provider.go).
 """
 
@@ -26,8 +26,8 @@ class Paths:
         self.system_log = Path("/var/log") if self.is_system else base / "var/log"
         """The directory that ``bosh logs --system`` packs."""
         self.shared_owner = "root:vcap" if self.is_system else None
-        """Owner of directories that jobs may read: ``root:vcap`` if ``base`` is ``/var/vcap``. Otherwise it is None,
-        and owners are not changed.
+        """Owner of the directories that jobs are allowed to read: ``root:vcap`` if ``base`` is ``/var/vcap``. Otherwise
+        it is None, and owners are not changed.
         """
 
         # --- bosh: the agent's own state ------------------------------------------------------------------------------

@@ -24,10 +24,10 @@ def lines(text: str) -> str:
 
 
 def _escaped(text: str, kept: str) -> str:
-    return "".join(each if each.isprintable() or each in kept else number(each) for each in text)
+    return "".join(each if each.isprintable() or each in kept else escape(each) for each in text)
 
 
-def number(character: str) -> str:
+def escape(character: str) -> str:
     """Return a character as a JSON escape sequence. This form of escape is used for all output, because it keeps a JSON
     document valid.
     """
@@ -36,7 +36,9 @@ def number(character: str) -> str:
 
 
 def label(text: str) -> str:
-    """Return the text as a label value: on one line, and at most ``MAX_LABEL_CHARS`` long."""
+    """Return the first ``MAX_LABEL_CHARS`` characters of the text as a label value on one line. The value can be
+    longer, because unsafe characters are escaped.
+    """
     return line(text[:MAX_LABEL_CHARS])
 
 

@@ -136,7 +136,8 @@ class AgentConfig(msgspec.Struct, frozen=True):
 
         If agent.json names files, only those are tried, unless one of them is a file that a container CPI writes. In
         that case the files of all other container CPIs are tried afterwards, because an official stemcell names only
-        the first. If no file is named, the files of all container CPIs are tried, because a volume may hide agent.json.
+        one of them. If no file is named, the files of all container CPIs are tried, because a volume may hide
+        agent.json.
         """
         sources = self.infrastructure.settings.sources
         named = [Path(each.settings_path) for each in sources if each.type == "File" and each.settings_path]
@@ -153,15 +154,15 @@ def parse_config(raw: bytes, *, origin: str, unknown: list[str] | None = None) -
     """Parse the content of agent.json. Raises ``ConfigError``, which lists up to ``MAX_MISTAKES`` problems and gives
     ``origin`` as the name of the file.
 
-    For each unknown key, at the top level or in ``AgentShim``, a line is appended to ``unknown``. The Go agent's own
-    parts are not checked.
+    For each unknown key, at the top level or in ``AgentShim``, a line is appended to ``unknown``. Unknown keys in the
+    Go agent's own parts are not reported.
     """
     try:
         document = wire.decode_json(raw)
         if unknown is not None:
             members = document.items() if isinstance(document, dict) else ()
-            ours = {key: value for key, value in members if key.lower() not in _OF_THE_GO_AGENT}
-            unknown += config_check.unknown_keys(ours, AgentConfig)
+            own_keys = {key: value for key, value in members if key.lower() not in _OF_THE_GO_AGENT}
+            unknown += config_check.unknown_keys(own_keys, AgentConfig)
         return _converted(document, AgentConfig)
     except ValueError as exc:
         raise ConfigError(f"cannot read the agent's configuration from {origin}: {_placed(exc, raw)}") from exc
@@ -199,7 +200,7 @@ class TmpfsDir(msgspec.Struct, frozen=True):
     tmpfs_size: str = ""
 
     def size(self, default: str) -> str:
-        """Return the size in the format of mount(8), or ``default`` if the setting is not a size."""
+        """Return the configured size in the format of mount(8), or ``default`` if the setting is not a valid size."""
         return self.tmpfs_size if re.fullmatch(r"[0-9]+[kmgKMG%]?", self.tmpfs_size) else default
 
 
@@ -271,7 +272,9 @@ class Network(msgspec.Struct, frozen=True):
     dns: list[str] = []
     use_dhcp: bool = False
     resolved: bool = False
+    """True if the Go agent has filled in the address, which was dynamic before."""
     preconfigured: bool = False
+    """Not used, but as in the Go agent, a value of the wrong type is an error."""
 
     @property
     def is_dynamic(self) -> bool:
@@ -332,14 +335,15 @@ class UpdateSettings(msgspec.Struct, frozen=True):
 
 
 def parse(raw: bytes, *, origin: str, ignored: list[str] | None = None) -> Settings:
-    """Read and check a settings document.
+    """Read and check a settings document. Raises ``SettingsError``, which gives ``origin`` as the name of the document
+    and contains the JSON path of an invalid member.
 
-    Errors refer to the document as ``origin`` and include the JSON path. For each member with the wrong type that the
-    Go agent does not read, a line is appended to ``ignored``.
+    For each member with the wrong type that the Go agent does not read, a line is appended to ``ignored``.
     """
     settings = _decoded(raw, Settings, origin, ignored)
     if not settings.agent_id:
         raise SettingsError(f"cannot use the settings in {origin}: $.agent_id is empty")
+    # ``.``, ``*`` and ``>`` have a special meaning in NATS subjects, and ``/`` would be unsafe in a path.
     if any(each in ".*>/" or each.isspace() or not each.isprintable() for each in settings.agent_id):
         raise SettingsError(f"cannot use the settings in {origin}: $.agent_id is not a valid bus subject token")
     return settings
@@ -351,6 +355,7 @@ def parse_update(raw: bytes, *, origin: str) -> UpdateSettings:
 
 
 def _decoded(raw: bytes, wanted: type[T], origin: str, ignored: list[str] | None = None) -> T:
+    """Decode a document, which must not be empty. For ``origin`` and ``ignored``, see :func:`parse`."""
     if not raw.strip():
         raise SettingsError(f"cannot read settings from {origin}: the file is empty")
     try:
@@ -367,12 +372,15 @@ def _placed(exc: ValueError, raw: bytes) -> str:
     if not found or not number.isdecimal():
         return text
     before = raw[: int(number)]
+    line = before.count(b"\n") + 1
     column = len(before) - before.rfind(b"\n")
-    return f"{head}(line {before.count(10) + 1} column {column})"
+    return f"{head}(line {line} column {column})"
 
 
 def _converted(document: Any, wanted: type[T], ignored: list[str] | None = None) -> T:
-    """Convert a document. Raises ``ValueError`` with the first ``MAX_MISTAKES`` problems."""
+    """Convert a decoded document to the type ``wanted``. Raises ``ValueError`` with the first ``MAX_MISTAKES``
+    problems.
+    """
     try:
         return wire.convert(document, wanted, ignored)
     except msgspec.ValidationError as exc:
@@ -380,21 +388,22 @@ def _converted(document: Any, wanted: type[T], ignored: list[str] | None = None)
         raise ValueError("; ".join(islice(found, MAX_MISTAKES)) or str(exc)) from exc
 
 
-def require_bus(found: Effective, origin: str) -> None:
-    """Raise ``SettingsError`` if ``found`` has no bus address, or if an address in the settings file ``origin`` is
-    invalid.
+def require_bus(settings: Effective, origin: str) -> None:
+    """Raise ``SettingsError`` if ``settings`` has no bus address, or if an address in the settings file ``origin`` is
+    invalid. Addresses from ``update_settings`` are not checked, because they take precedence over those in the file.
     """
-    urls = found.mbus.urls
+    urls = settings.mbus.urls
     if not urls:
         raise SettingsError(f"cannot use the settings in {origin}: neither $.env.bosh.mbus.urls nor $.mbus is set")
-    if not found.update.mbus.urls and not all(map(_is_bus, urls)):
-        member = "$.env.bosh.mbus.urls" if found.source.env.bosh.mbus.urls else "$.mbus"
+    if not settings.update.mbus.urls and not all(map(_is_bus_address, urls)):
+        member = "$.env.bosh.mbus.urls" if settings.source.env.bosh.mbus.urls else "$.mbus"
         raise SettingsError(f"cannot use the settings in {origin}: {member} is not an address like nats://HOST:PORT")
 
 
-def _is_bus(url: str) -> bool:
+def _is_bus_address(url: str) -> bool:
     parts = bus_address(url)
-    # The host is optional in an https address. Without one, the agent, which is the server, listens on all addresses.
+    # The agent itself listens on an https address, so the host is optional. Without a host, the agent listens on all
+    # addresses.
     return parts.scheme == "https" or (parts.scheme == "nats" and bool(parts.hostname))
 
 
@@ -434,23 +443,28 @@ class Effective(msgspec.Struct, frozen=True):
         later. In that case, the settings document was changed after the Director's update, for example by rotating a
         Secret.
         """
-        theirs, env = self.update.mbus.cert, self.source.env.bosh.mbus.cert
-        return self._mbus(theirs if theirs.ca and not _begins(env) > _begins(theirs) else env)
+        updated, env = self.update.mbus.cert, self.source.env.bosh.mbus.cert
+        return self._mbus(updated if updated.ca and not _begins(env) > _begins(updated) else env)
 
     @property
     def asked_mbus(self) -> Mbus:
         """Bus addresses with the credentials from the last ``update_settings``, even if ``mbus`` uses a newer
-        certificate from ``env.bosh.mbus`` instead.
+        certificate from ``env.bosh.mbus`` instead. Before ``update_settings`` stores these credentials, it connects
+        with them, and fails if they are rejected.
         """
         return self._mbus(self.update.mbus.cert) if self.update.mbus.cert.ca else self.mbus
 
     @property
     def known_mbus(self) -> list[Mbus]:
-        """All addresses and credentials that may lead to the bus, the current ones first."""
-        theirs, of_cpi = self.update.mbus.cert, Effective(self.source, UpdateSettings()).mbus
-        return list(dict.fromkeys([self.mbus, of_cpi, *([self._mbus(theirs)] if theirs.ca else [])]))
+        """All addresses and credentials to try for the bus connection: the current ones, then the CPI's, then those
+        from ``update_settings``, if it contains any credentials. The others are tried if the server rejects the current
+        ones.
+        """
+        updated, of_cpi = self.update.mbus.cert, Effective(self.source, UpdateSettings()).mbus
+        return list(dict.fromkeys([self.mbus, of_cpi, *([self._mbus(updated)] if updated.ca else [])]))
 
     def _mbus(self, cert: Cert) -> Mbus:
+        """Return the current bus addresses with the credentials in ``cert``."""
         urls = self.update.mbus.urls or self.source.env.bosh.mbus.urls or [self.source.mbus]
         return Mbus(tuple(filter(None, urls)), cert.ca, cert.certificate, cert.private_key)
 
@@ -459,17 +473,18 @@ class Effective(msgspec.Struct, frozen=True):
         """The blobstore to use. As in the Go agent, it is the first in the list."""
         env = self.source.env
         stores = self.update.blobstores or env.bosh.blobstores or [self.source.blobstore]
-        named = {"http_proxy": env.http_proxy, "https_proxy": env.https_proxy, "no_proxy": env.no_proxy}
-        return msgspec.structs.replace(stores[0], proxies={name: value for name, value in named.items() if value})
+        proxies = {"http_proxy": env.http_proxy, "https_proxy": env.https_proxy, "no_proxy": env.no_proxy}
+        return msgspec.structs.replace(stores[0], proxies={name: value for name, value in proxies.items() if value})
 
     @property
     def ntp(self) -> list[str]:
+        """Time servers. Even an empty list in ``env.bosh.ntp`` replaces the list in ``ntp``."""
         listed = self.source.env.bosh.ntp
         return self.source.ntp if listed is None else listed
 
     @property
     def name_servers(self) -> list[str]:
-        """Name servers of the default network for DNS or, if there is only one network, those of that network
+        """Name servers of the network that is the default for DNS. If there is only one network, it is the default
         (settings/settings.go).
         """
         networks = [network for network in self.source.networks.values() if network.type != "vip"]

@@ -1,8 +1,9 @@
 """Parses the apply spec, which describes the state that the Director wants the instance to have, and converts it to the
 form in which it is stored and reported. This module performs no I/O.
 
-Only the members that the Go agent knows are stored (agent/applier/applyspec/v1_apply_spec.go), because the Director
-reads the stored form in ``get_state``. ``networks`` and ``resource_pool`` are stored exactly as received.
+Only the members that the Go agent supports are stored (agent/applier/applyspec/v1_apply_spec.go), so that ``get_state``
+reports the same members to the Director as the Go agent does. ``networks`` and ``resource_pool`` are stored exactly as
+received.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ class Archive(msgspec.Struct, frozen=True):
     blobstore_id: str = ""
 
     def __post_init__(self) -> None:
+        """Check the digest if there is a digest or a blob id. Otherwise, replace an empty digest with None. Raises
+        ``ValueError``, to which msgspec adds the JSON path.
+        """
         if self.sha1 or self.blobstore_id:
             try:
                 MultipleDigest.parse(self.sha1 or "")
@@ -92,8 +96,8 @@ class ApplySpec(msgspec.Struct, frozen=True):
 
     @property
     def jobs(self) -> list[Template]:
-        """The jobs of the instance group, or an empty list if the spec has no rendered templates, as before the first
-        full spec (v1_apply_spec.go, Jobs).
+        """The jobs of the instance group, or an empty list if the spec has no rendered templates (v1_apply_spec.go,
+        Jobs).
         """
         return [] if self.rendered_templates_archive is None else self.job.templates or []
 
@@ -103,8 +107,8 @@ class ApplySpec(msgspec.Struct, frozen=True):
 
     def members(self) -> dict[str, Any]:
         """The stored form as a JSON object."""
-        built: dict[str, Any] = msgspec.to_builtins(self)
-        return built | {"networks": self.networks, "resource_pool": self.resource_pool}
+        members: dict[str, Any] = msgspec.to_builtins(self)
+        return members
 
 
 def parse(value: Any) -> ApplySpec:
@@ -114,7 +118,7 @@ def parse(value: Any) -> ApplySpec:
 
 
 def decode(raw: bytes) -> ApplySpec:
-    """Parse the content of ``spec.json``, the stored apply spec."""
+    """Parse the content of ``spec.json``, the stored apply spec. Raises ``ActionError``."""
     with errors_as("cannot read the apply spec", ValueError):
         document = wire.decode_json(raw)
     packages = document.get("packages") if isinstance(document, dict) else None

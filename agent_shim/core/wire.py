@@ -22,7 +22,7 @@ from agent_shim.core.errors import DigestError
 T = TypeVar("T")
 
 Lenient = Annotated[T, msgspec.Meta(extra={"lenient": True})]
-"""A member that the Go agent does not know and therefore ignores, so a value of the wrong type must not be an error."""
+"""A member that the Go agent ignores, so a value of the wrong type must not be an error."""
 Internal = Annotated[T, msgspec.Meta(extra={"internal": True})]
 """A member that only the agent itself sets. In a document, it is ignored."""
 DigestText = Annotated[str, msgspec.Meta(extra={"digest": True})]
@@ -41,7 +41,7 @@ TOO_LONG: Final = "Response exceeded maximum allowed length"
 TOO_DEEP: Final = "it is nested too deep"
 
 
-class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Request(msgspec.Struct, frozen=True):
     """A request. ``arguments`` may be any JSON value, because it is checked only when it is bound to an action."""
 
     method: str = ""
@@ -84,8 +84,8 @@ _MAX_INTEGER_DIGITS: Final = 100
 
 
 def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
-    """Decode a JSON document to the type ``kind``. Raises ``msgspec.DecodeError`` for every kind of invalid document,
-    including one that is nested too deeply or not UTF-8.
+    """Decode a JSON document to the type ``kind``, without Go's leniency (see ``convert``). Raises
+    ``msgspec.DecodeError`` for every kind of invalid document, including one that is nested too deeply or not UTF-8.
     """
     try:
         return msgspec.json.decode(data, type=kind)
@@ -101,6 +101,7 @@ def decode_json(data: bytes) -> Any:
     try:
         document = _DECODER.decode(data)
     except (RecursionError, ValueError) as exc:
+        # Replace invalid UTF-8 and lone surrogates, and retry with Python's decoder, which is slower but accepts more.
         problem = ValueError(TOO_DEEP if isinstance(exc, RecursionError) else str(exc))
         try:
             text = re.sub("[\udc80-\udcff]", "\ufffd", data.decode(errors="surrogateescape"))
@@ -108,6 +109,7 @@ def decode_json(data: bytes) -> Any:
             document = json.loads(text, parse_constant=_refuse, parse_int=_number)
         except (RecursionError, ValueError):
             raise problem from exc
+    # Count the brackets first, which is fast. Most documents have too few of them to be nested that deeply.
     if sum(map(data.count, b"[{")) > MAX_DEPTH and _is_deep(document):
         raise ValueError(TOO_DEEP)
     return document
@@ -125,20 +127,23 @@ def _is_deep(document: Any) -> bool:
 
 
 def _without_lone_surrogate(escape: re.Match[str]) -> str:
+    """Return U+FFFD as an escape for a lone surrogate, and any other match of ``_ESCAPE`` unchanged."""
     return "\\ufffd" if len(escape[0]) == len("\\ud800") else escape[0]
 
 
 def _refuse(constant: str) -> NoReturn:
+    """Reject ``NaN`` and ``Infinity``, which Python's decoder accepts."""
     raise ValueError(f"{constant} is not JSON")
 
 
 def _number(digits: str) -> int | float:
+    """Parse an integer literal for Python's decoder."""
     return int(digits) if len(digits) <= _MAX_INTEGER_DIGITS else float(digits)
 
 
 def encode_value(value: Any, *, limit: int | None = None) -> bytes:
-    """Return ``{"value": …}`` or, if that is longer than ``limit`` bytes, the exception that the Go agent returns in
-    this case.
+    """Return ``{"value": …}`` or, if that is longer than ``limit`` bytes, the exception that the Go agent returns for a
+    reply that is too long. If ``limit`` is None, any length is allowed.
     """
     reply = b'{"value":' + msgspec.json.encode(value) + b"}"
     if limit is not None and len(reply) > limit:
@@ -166,6 +171,7 @@ def encode_exception(message: str, *, limit: int | None = None) -> bytes:
 def _exception(message: str) -> bytes:
     # A lone surrogate (from undecodable script output) has no UTF-8 form.
     clean = message.encode("utf-8", "replace").decode()
+    # As in Go, an empty message is omitted.
     return msgspec.json.encode({"exception": {"message": clean} if clean else {}})
 
 
@@ -181,8 +187,9 @@ def convert(value: Any, wanted: type[T] | Any, ignored: list[str] | None = None)
 
 
 def normalized(value: Any, wanted: Any, ignored: list[str]) -> Any:
-    """Prepare ``value`` for conversion to ``wanted``: spell member names as in ``wanted``, replace null with zero
-    values, and drop unknown members (see ``convert``).
+    """Prepare ``value`` for conversion to ``wanted``: spell member names as in ``wanted``, drop unknown members and
+    those that are null, and replace any other null with a zero value. For ``ignored``, see ``convert``. Raises
+    ``msgspec.ValidationError`` for an invalid digest or a ``UINT64`` that is too large.
     """
     if "digest" in _extra(wanted):
         # Go's ``MultipleDigest.UnmarshalJSON`` parses the JSON text of any value, without the quotes.
@@ -212,33 +219,36 @@ def normalized(value: Any, wanted: Any, ignored: list[str]) -> Any:
             return [normalized(member, arms[0], ignored) for member in value]
         if origin is tuple:
             pairs = zip(value, arms, strict=False)
+            # Keep excess elements, so that the conversion reports them as an error.
             return [*(normalized(member, arm, ignored) for member, arm in pairs), *value[len(arms) :]]
     return value
 
 
 def _members(value: dict[str, Any], wanted: type[msgspec.Struct], ignored: list[str]) -> dict[str, Any]:
     """Return the members of ``value`` under their names in ``wanted``. If a name occurs in two spellings, the last
-    occurrence counts.
+    occurrence counts. Unknown members, null (except for a digest) and ``Lenient`` members of the wrong type are left
+    out, so that the conversion uses the default.
     """
     fields = _fields(wanted)
     members = {}
     for name, member in value.items():
-        encoded, arm = fields.get(name.lower(), (None, None))
-        if encoded is None or (member is None and "digest" not in _extra(arm)):
+        encoded, member_type = fields.get(name.lower(), (None, None))
+        if encoded is None or (member is None and "digest" not in _extra(member_type)):
             continue
-        taken = normalized(member, arm, ignored)
-        if "lenient" in _extra(arm):
+        prepared = normalized(member, member_type, ignored)
+        if "lenient" in _extra(member_type):
             try:
-                msgspec.convert(taken, arm)
+                msgspec.convert(prepared, member_type)
             except msgspec.ValidationError as exc:
                 ignored.append(f"{name}: {exc}")
                 continue
-        members[encoded] = taken
+        members[encoded] = prepared
     return members
 
 
 @cache
 def _fields(wanted: type[msgspec.Struct]) -> dict[str, tuple[str, Any]]:
+    """Return the name and type of each field that a document can set, keyed by the name in lower case."""
     return {
         field.encode_name.lower(): (field.encode_name, field.type)
         for field in msgspec.structs.fields(wanted)
@@ -248,14 +258,14 @@ def _fields(wanted: type[msgspec.Struct]) -> dict[str, tuple[str, Any]]:
 
 def _extra(wanted: Any) -> dict[str, Any]:
     """Return the annotations that ``Lenient``, ``Internal`` and similar types attach to a type."""
-    noted: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     for meta in getattr(wanted, "__metadata__", ()):
-        noted |= getattr(meta, "extra", None) or {}
-    return noted
+        extra |= getattr(meta, "extra", None) or {}
+    return extra
 
 
 def _zero(wanted: Any) -> Any:
-    """Return Go's zero value for a JSON ``null`` of type ``wanted``."""
+    """Return the zero value of the type ``wanted``, which replaces a JSON ``null`` as in Go."""
     if typing.get_origin(wanted) is typing.Annotated:
         return _zero(typing.get_args(wanted)[0])
     origin = typing.get_origin(wanted) or wanted

@@ -68,6 +68,7 @@ def validities(pem: str) -> list[Validity]:
 
 
 def _block_validity(block: str) -> Validity:
+    """Return the validity of one PEM certificate. Raises ``ValueError`` if it is unreadable."""
     try:
         return _validity(base64.b64decode(block.removeprefix(_BEGIN).removesuffix(_END)))
     except (IndexError, binascii.Error, UnicodeDecodeError) as exc:
@@ -83,7 +84,7 @@ def _validity(certificate: bytes) -> Validity:
     at = 0
     if signed[0] == _VERSION:
         _, at = _inside(signed, 0, _VERSION)
-    for _ in range(3):
+    for _ in range(3):  # skip the serial number, the algorithm and the issuer
         _, at = _inside(signed, at)
     stamps, _ = _inside(signed, at, _SEQUENCE)
     begins, after = _inside(stamps, 0)
@@ -98,7 +99,7 @@ def _inside(data: bytes, at: int, wanted: int | None = None) -> tuple[bytes, int
     tag, size, at = data[at], data[at + 1], at + 2
     if wanted is not None and tag != wanted:
         raise ValueError("the certificate has an unexpected structure")
-    if size & 0x80:
+    if size & 0x80:  # a long element: the lower bits are the number of bytes that contain the size
         count = size & 0x7F
         size, at = int.from_bytes(data[at : at + count]), at + count
     if at + size > len(data):

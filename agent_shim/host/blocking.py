@@ -34,27 +34,28 @@ async def call(owner: str, work: Callable[[], T], *, timeout: float = TIMEOUT_S,
     """Run ``work`` in a daemon thread, and return or raise its outcome within ``timeout`` seconds.
 
     ``owner`` names the resource that may hang, for example a disk, a host or a job's files. Calls with the same owner
-    run one after another, so a resource that hangs occupies only one thread. Calls that are not urgent also wait while
-    ``MAX_THREADS`` other calls are in progress.
+    run one after another, so a resource that hangs occupies only one thread. Calls also wait while ``MAX_THREADS``
+    other calls are in progress, unless ``is_urgent`` is set, for example because the bus depends on the call.
 
-    Raises ``TimeoutError`` if there is no result in time. In that case, ``work`` may still be running, or may not have
-    started yet. Raises ``OSError`` (EAGAIN) if the system allows no further thread.
+    Raises ``TimeoutError`` if there is no result in time. In that case, ``work`` might still be running, or might not
+    have started yet. Raises ``OSError`` (EAGAIN) if no thread can be started.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 
     def run() -> None:
-        settle: Callable[[], None]
+        deliver: Callable[[], None]
         try:
-            found = work()
+            result = work()
         except Exception as exc:  # noqa: BLE001 - raised where the future is awaited
-            settle = partial(answer.set_exception, exc)
+            deliver = partial(answer.set_exception, exc)
         else:
-            settle = partial(answer.set_result, found)
+            deliver = partial(answer.set_result, result)
         finally:
             _release(owner)
+        # If the caller has timed out or has been cancelled, the future is already cancelled.
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lambda: None if answer.done() else settle())
+            loop.call_soon_threadsafe(lambda: None if answer.done() else deliver())
 
     try:
         async with asyncio.timeout(timeout):
@@ -67,10 +68,12 @@ async def call(owner: str, work: Callable[[], T], *, timeout: float = TIMEOUT_S,
                 raise OSError(errno.EAGAIN, f"{exc}") from None
             return await answer
     except TimeoutError:
+        # Python turns an OSError with this number into a TimeoutError.
         raise OSError(errno.ETIMEDOUT, f"no answer within {timeout:g} s") from None
 
 
 def _acquire(owner: str, *, is_urgent: bool) -> bool:
+    """Reserve ``owner`` for a new call. Return False if the call has to wait (see ``call``)."""
     with _lock:
         is_free = owner not in _busy and (is_urgent or len(_busy) < MAX_THREADS)
         if is_free:
@@ -79,6 +82,7 @@ def _acquire(owner: str, *, is_urgent: bool) -> bool:
 
 
 def _release(owner: str) -> None:
+    """Let the next call with this owner start, because the current one has ended."""
     with _lock:
         _busy.discard(owner)
 
@@ -87,11 +91,12 @@ def pool(threads: int) -> ThreadPoolExecutor:
     """Return a pool for ``asyncio.to_thread`` with all its threads started, because the machine may refuse new threads
     later.
     """
-    made = ThreadPoolExecutor(threads, thread_name_prefix="blocking")
-    together = threading.Barrier(threads)
+    executor = ThreadPoolExecutor(threads, thread_name_prefix="blocking")
+    # Each thread waits until all have started, because the executor would otherwise reuse an idle thread.
+    all_started = threading.Barrier(threads)
     try:
         for _ in range(threads):
-            made.submit(together.wait)
+            executor.submit(all_started.wait)
     except RuntimeError:
-        together.abort()  # use only the threads that have started
-    return made
+        all_started.abort()  # use only the threads that have started
+    return executor

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, NamedTuple
 
-PROC: Final = Path("/proc")
+STATUS: Final = Path("/proc/self/status")
 
 # Names from include/uapi/linux/capability.h. A name's position in the list is its bit number.
 _IN_ORDER: Final = (
@@ -29,9 +29,9 @@ class Privileges(NamedTuple):
     seccomp: bool = False
 
 
-def privileges(proc: Path = PROC) -> Privileges:
+def privileges() -> Privileges:
     """Read this process's privileges."""
-    return parse_status((proc / "self/status").read_text())
+    return parse_status(STATUS.read_text())
 
 
 def parse_status(text: str) -> Privileges:
@@ -44,5 +44,5 @@ def parse_status(text: str) -> Privileges:
 def names(mask: str) -> frozenset[str]:
     """Return the names of the capabilities in a hexadecimal mask. Raises ``ValueError`` for any other text."""
     bits = int(mask, 16)
-    held = [bit for bit in range(bits.bit_length()) if bits & (1 << bit)]
-    return frozenset(NAMES[bit] if bit < len(NAMES) else str(bit) for bit in held)
+    numbers = [number for number in range(bits.bit_length()) if bits & (1 << number)]
+    return frozenset(NAMES[number] if number < len(NAMES) else str(number) for number in numbers)

@@ -58,8 +58,8 @@ def parse_membership(text: str, table: Sequence[Mount]) -> Cgroup:
 
     def hierarchy(controller: str) -> Hierarchy | None:
         if controller in paths:
-            ours = [mount for mount in visible if mount.kind == "cgroup" and controller in mount.features]
-            return _hierarchy(1, paths[controller], ours)
+            mounts = [mount for mount in visible if mount.kind == "cgroup" and controller in mount.features]
+            return _hierarchy(1, paths[controller], mounts)
         return _hierarchy(2, paths.get("", ""), [mount for mount in visible if mount.kind == "cgroup2"])
 
     return Cgroup(hierarchy("memory"), hierarchy("cpu"), hierarchy("cpuacct"), hierarchy("pids"))
@@ -84,18 +84,20 @@ def contains_this_process(hierarchy: Hierarchy) -> bool:
     return str(os.getpid()) in _text(hierarchy.levels[0] / "cgroup.procs").split()
 
 
-def _hierarchy(version: int, path: str, ours: Sequence[Mount]) -> Hierarchy | None:
-    """Return the directories from the cgroup ``path`` up to the top of its mount. If ``path`` is outside the mounted
-    part (Docker with version 1), return only the mount point.
+def _hierarchy(version: int, path: str, mounts: Sequence[Mount]) -> Hierarchy | None:
+    """Return the directories from the cgroup ``path`` up to the top of its mount, which is one of ``mounts``. If
+    ``path`` is outside the mounted part (Docker with version 1), return only the mount point. Return None if the
+    hierarchy is not mounted.
     """
-    if not ours or not path:
+    if not mounts or not path:
         return None
-    for mount in ours:
+    for mount in mounts:
+        # A path with ".." is outside our cgroup namespace.
         if PurePosixPath(path).is_relative_to(mount.root) and ".." not in path:
-            below = mount.point / PurePosixPath(path).relative_to(mount.root)
-            upwards = [below, *below.parents]
+            directory = mount.point / PurePosixPath(path).relative_to(mount.root)
+            upwards = [directory, *directory.parents]
             return Hierarchy(version, tuple(upwards[: upwards.index(mount.point) + 1]))
-    return Hierarchy(version, (ours[-1].point,))
+    return Hierarchy(version, (mounts[-1].point,))
 
 
 def memory(cgroup: Cgroup, host: host_stats.Memory) -> host_stats.Memory | None:
@@ -118,8 +120,8 @@ def memory(cgroup: Cgroup, host: host_stats.Memory) -> host_stats.Memory | None:
 
 
 def memory_total(cgroup: Cgroup, host: int) -> int:
-    """Return how many bytes of memory the container may use: its lowest limit or, if none is lower, ``host``, which is
-    the machine's memory.
+    """Return how many bytes of memory the container may use. This is the lowest limit, or ``host`` (the machine's
+    memory) if no limit is lower than that.
     """
     level = _tightest(cgroup.memory, host)
     limit = memory_limit(cgroup.memory.version, level) if cgroup.memory and level else None
@@ -139,29 +141,31 @@ def memory_current(version: int, level: Path) -> int | None:
 
 
 def _swap(version: int, level: Path) -> tuple[int | None, int | None]:
-    """Return the swap limit and usage. Version 1 reports only the sums of memory and swap, from which they are
-    calculated.
+    """Return the swap limit and usage in bytes, each None if it is unknown. If there is no limit, the limit is None in
+    version 2 and a huge number in version 1.
+
+    Version 1 reports only the sums of memory and swap, so the memory is subtracted.
     """
     if version == 2:
         return _number(level / "memory.swap.max"), _number(level / "memory.swap.current")
     limit, used = _number(level / "memory.memsw.limit_in_bytes"), _number(level / "memory.memsw.usage_in_bytes")
-    of_memory, current = memory_limit(1, level), memory_current(1, level)
-    if limit is None or used is None or of_memory is None or current is None:
+    memory_only_limit, memory_only_used = memory_limit(1, level), memory_current(1, level)
+    if limit is None or used is None or memory_only_limit is None or memory_only_used is None:
         return None, None
-    return max(0, limit - of_memory), max(0, used - current)
+    return max(0, limit - memory_only_limit), max(0, used - memory_only_used)
 
 
 def oom_kills(cgroup: Cgroup, host: int) -> int | None:
-    """Return the number of OOM kills in the container, or None if the kernel does not report it. ``host`` is the host's
-    memory in bytes.
+    """Return the number of OOM kills in the container, or None if the kernel does not report it. ``host`` is the
+    machine's memory in bytes.
     """
     level = oom_level(cgroup, host)
     return oom_kills_of(*level) if level else None
 
 
 def oom_level(cgroup: Cgroup, host: int) -> tuple[int, Path] | None:
-    """Return the cgroup version and directory to pass to ``oom_kills_of`` for the container, or None if the memory
-    controller is hidden.
+    """Return the version and directory of the container's memory cgroup, as arguments for ``oom_kills_of``. Return None
+    if the memory controller is hidden.
     """
     if cgroup.memory is None:
         return None
@@ -179,8 +183,8 @@ def oom_group(cgroup: Cgroup) -> Path | None:
 
     In version 2, a kubelet sets this file to 1 for every container, unless its ``singleProcessOOMKill`` is true. The
     container's cgroup is the top of the mount. In the host's cgroup namespace, in which containerd leaves privileged
-    containers, it is our own cgroup if that also contains PID 1. The file in any other cgroup is not changed, because
-    an operator has set it on purpose (``OOMPolicy=kill`` in a systemd unit).
+    containers, it is our own cgroup if that also contains PID 1. Other cgroups are not considered, because an operator
+    set their files on purpose (``OOMPolicy=kill`` in a systemd unit).
     """
     if cgroup.memory is None or cgroup.memory.version != 2:
         return None
@@ -201,23 +205,23 @@ def end_oom_group(cgroup: Cgroup) -> bool:
 
 
 def memory_peak(version: int, level: Path) -> int | None:
-    """Return the maximum number of charged bytes, or None if the kernel does not report it."""
+    """Return the peak memory usage of a cgroup in bytes, or None if the kernel does not report it."""
     return _number(level / ("memory.peak" if version == 2 else "memory.max_usage_in_bytes"))
 
 
 def _tightest(hierarchy: Hierarchy | None, most: int) -> Path | None:
-    """Return the level with the smallest memory limit below ``most``. If several levels have that limit, return the one
-    nearest to our own cgroup.
+    """Return the level with the smallest memory limit below ``most``. A limit of 0 does not count. If several levels
+    have the smallest limit, return the one nearest to our own cgroup.
     """
     if hierarchy is None:
         return None
     limits = {level: memory_limit(hierarchy.version, level) for level in hierarchy.levels}
-    known = {level: limit for level, limit in limits.items() if limit is not None and 0 < limit < most}
-    return min(known, key=lambda level: known[level], default=None)
+    lower_limits = {level: limit for level, limit in limits.items() if limit is not None and 0 < limit < most}
+    return min(lower_limits, key=lambda level: lower_limits[level], default=None)
 
 
 def cpu_times(cgroup: Cgroup, age: float) -> host_stats.CpuTimes | None:
-    """Return the CPU seconds that the container has used in the ``age`` seconds since its start. ``total`` is the CPU
+    """Return the CPU seconds that the container has used since it started ``age`` seconds ago. ``total`` is the CPU
     time that the quota allows in that period, and ``wait`` is 0, because cgroups do not report the time spent waiting
     for disks.
 
@@ -238,11 +242,12 @@ def cpu_used(cgroup: Cgroup) -> tuple[float, float] | None:
 
 def processors(cgroup: Cgroup) -> float | None:
     """Return the number of CPUs that the container may use on average, or None without a quota."""
-    return min(_quotas(cgroup), default=(None, 0))[0]
+    quota, _level = min(_quotas(cgroup), default=(None, 0))
+    return quota
 
 
 def _quotas(cgroup: Cgroup) -> list[tuple[float, int]]:
-    """Return each quota with the index of its level. Levels without a quota are left out."""
+    """Return the CPU quota of each level that has one, together with the level's index."""
     quotas = [cpu_quota(cgroup.cpu.version, level) for level in cgroup.cpu.levels] if cgroup.cpu else []
     return [(quota, index) for index, quota in enumerate(quotas) if quota is not None]
 
@@ -269,8 +274,8 @@ def _cpu_used(cgroup: Cgroup, index: int) -> tuple[float, float] | None:
         scale = 1e6
     else:
         levels = cgroup.cpuacct.levels if cgroup.cpuacct else (level,)
-        beside = levels[min(index, len(levels) - 1)]
-        user, system = _number(beside / "cpuacct.usage_user"), _number(beside / "cpuacct.usage_sys")
+        cpuacct = levels[min(index, len(levels) - 1)]
+        user, system = _number(cpuacct / "cpuacct.usage_user"), _number(cpuacct / "cpuacct.usage_sys")
         scale = 1e9
     return None if user is None or system is None else (user / scale, system / scale)
 
@@ -292,15 +297,19 @@ def _text(path: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
+    """Read a file that consists of one number. Return None for no limit, or if the file cannot be read."""
     return _natural(_text(path).strip())
 
 
 def _member(path: Path, name: str) -> int | None:
-    """Return a value from a file that consists of ``name value`` lines."""
-    lines = _text(path).splitlines()
-    return _natural(next((line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")), "").strip())
+    """Return a value from a file that consists of ``name value`` lines, or None if it is missing."""
+    for line in _text(path).splitlines():
+        if line.startswith(f"{name} "):
+            return _natural(line.removeprefix(f"{name} ").strip())
+    return None
 
 
 def _natural(text: str) -> int | None:
     """Parse a natural number. Return None for ``max`` and -1, which mean no limit, and for any other text."""
+    # A signed 64-bit number has at most 19 digits.
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None

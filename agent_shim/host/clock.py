@@ -37,7 +37,7 @@ def boot_ticks() -> int:
 
 
 def uptime_of(start_ticks: int) -> int:
-    """Return the age of a process started at ``start_ticks``, in whole seconds, which is never negative."""
+    """Return the age in whole seconds of a process started at ``start_ticks``. The result is never negative."""
     return max(0, int(time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / TICKS))
 
 

@@ -14,7 +14,7 @@ from agent_shim.host.descriptors import closing
 
 ENVIRONMENT: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 MAX_OUTPUT_BYTES: Final = 64 * 1024
-"""Maximum number of bytes of output that are read. The rest is discarded."""
+"""Maximum number of output bytes that are read. The rest is discarded."""
 
 
 async def run(
@@ -49,9 +49,9 @@ async def run(
 
 @contextlib.contextmanager
 def _in_memory(content: bytes = b"") -> Iterator[int]:
-    """Yield an in-memory file with this content. Raises ``HostError``."""
+    """Yield the descriptor of an in-memory file that contains ``content``. Raises ``HostError``."""
     with files.attempting("make a file in memory"):
-        made = os.memfd_create("agent_shim")
-    with closing(made) as descriptor:
+        memory_file = os.memfd_create("agent_shim")
+    with closing(memory_file) as descriptor:
         os.pwrite(descriptor, content, 0)
         yield descriptor

@@ -1,9 +1,9 @@
 """Writes files atomically, and creates directories with a given mode and owner.
 
-All functions block on the disk. The event loop calls them through ``asyncio.to_thread``. Failures raise
-:class:`HostError` with ``errno`` and a message that contains the path. Owners are given as ``user:group``. An agent
-that does not run as root ignores them, so that an ordinary user can use a scratch tree. In a container without
-CAP_CHOWN, files keep root as their owner. This is logged once.
+All functions block on the disk. The event loop calls them through ``asyncio.to_thread``. Failures raise ``OSError``, in
+most functions as a :class:`HostError` with ``errno`` and a message that contains the path. Owners are given as
+``user:group``. An agent that does not run as root ignores them, so that an ordinary user can use a scratch tree. In a
+container without CAP_CHOWN, files keep root as their owner. This is logged once.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ def read(path: Path, limit: int = MAX_FILE_BYTES, *, is_own: bool = False) -> by
             raise OSError(errno.EINVAL, "it is not a regular file", str(path)) from exc
         raise
     with closing(fd):
-        if not stat.S_ISREG((found := os.fstat(fd)).st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         # Read in chunks as large as the file, because a buffer as large as ``limit`` would have to be mapped for each
         # read. Kernel files report the size 0, so use ``CHUNK_BYTES`` for them.
-        content, size = b"", max(found.st_size, CHUNK_BYTES)
-        while max(found.st_size, len(content)) <= limit and (chunk := os.read(fd, size)):
+        content, size = b"", max(status.st_size, CHUNK_BYTES)
+        while max(status.st_size, len(content)) <= limit and (chunk := os.read(fd, size)):
             content += chunk
-        if max(found.st_size, len(content)) > limit:
+        if max(status.st_size, len(content)) > limit:
             raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
     return content
 
@@ -111,11 +112,11 @@ def owner_ids(owner: str | None) -> tuple[int, int]:
         return -1, -1
     user, colon, group = owner.partition(":")
     try:
-        known = pwd.getpwnam(user)
+        account = pwd.getpwnam(user)
     except (KeyError, ValueError):  # ValueError: the name contains a NUL
         raise HostError(f"there is no user {user}") from None
     try:
-        return known.pw_uid, grp.getgrnam(group).gr_gid if colon else known.pw_gid
+        return account.pw_uid, grp.getgrnam(group).gr_gid if colon else account.pw_gid
     except (KeyError, ValueError):
         raise HostError(f"there is no group {group}") from None
 
@@ -126,27 +127,27 @@ def chown(path: Path | str, owner: str) -> None:
         os.chown(path, *owner_ids(owner), follow_symlinks=False)
 
 
-def _settle(fd: int, mode: int, owner: str | None) -> None:
-    """Set the owner and then the mode of an open file or directory, in this order because chown clears setuid and
-    setgid bits. Values that are already correct are not set again.
+def _set_owner_and_mode(fd: int, mode: int, owner: str | None) -> None:
+    """Set the owner and the mode of an open file or directory, unless they are already correct. The owner is set first,
+    because chown clears setuid and setgid bits.
     """
     uid, gid = owner_ids(owner) if owner else (-1, -1)
-    now = os.fstat(fd)
-    if uid not in (-1, now.st_uid) or gid not in (-1, now.st_gid):
+    status = os.fstat(fd)
+    if uid not in (-1, status.st_uid) or gid not in (-1, status.st_gid):
         os.fchown(fd, uid, gid)
-        now = os.fstat(fd)
-    if (found := stat.S_IMODE(now.st_mode)) != mode:
+        status = os.fstat(fd)
+    if (current_mode := stat.S_IMODE(status.st_mode)) != mode:
         try:
             os.fchmod(fd, mode)
         except PermissionError as exc:
-            # Only a directory on a volume can belong to another user. Files that we create have the right mode from the
-            # start, so no secret is exposed.
-            logger.warning("cannot change the mode %o of a file of another user: %s", found, exc.strerror)
+            # A warning is enough here. Only an existing directory on a volume can belong to another user, and files
+            # with secrets have the right mode from the start, because we create them.
+            logger.warning("cannot change the mode %o of a file of another user: %s", current_mode, exc.strerror)
 
 
 @functools.cache
 def can_chown() -> bool:
-    """Return True if root may change the owners of files in this container. If it may not, log this once."""
+    """Return True if root is allowed to change the owners of files in this container. Otherwise, log this once."""
     if "CHOWN" in capabilities.privileges().effective:
         return True
     logger.warning("cannot change owners of files: this container lacks CAP_CHOWN")
@@ -167,10 +168,11 @@ def is_leftover(name: str) -> bool:
 
 
 def sweep(places: Iterable[Path]) -> None:
-    """Remove the temporary files (:func:`sibling`) that interrupted writes have left in these directories. No other
-    process may be writing there.
+    """Remove the temporary files (:func:`sibling`) that interrupted writes have left in the directories ``places``.
+    Call this only while no other process is writing there.
 
-    Errors are ignored, because a disk that has become read-only must not keep an agent from starting.
+    If a file cannot be removed, the error is only logged, because an agent must be able to start even if a disk has
+    become read-only.
     """
     for place in places:
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -183,17 +185,17 @@ def sweep(places: Iterable[Path]) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the temporary files that interrupted writes of ``path`` have left. No process may be writing ``path``."""
+    """Remove the temporary files left by interrupted writes of ``path``. Call this only while no process is writing
+    ``path``.
+    """
     with suppress(FileNotFoundError):
-        for found in path.parent.iterdir():
-            if is_leftover(found.name) and found.name.startswith(f".{path.name}.tmp-"):
-                remove_tree(found)
+        for entry in path.parent.iterdir():
+            if is_leftover(entry.name) and entry.name.startswith(f".{path.name}.tmp-"):
+                remove_tree(entry)
 
 
 def keep_unreadable(path: Path) -> None:
-    """Rename a document that cannot be parsed, so that operators can examine it. If renaming fails, this is only
-    logged.
-    """
+    """Rename a document that cannot be parsed, so that operators can examine it. If that fails, only log the error."""
     aside = path.with_name(f"{path.name}.unreadable")
     try:
         path.replace(aside)
@@ -216,7 +218,7 @@ def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None, is_syn
         with os.fdopen(fd, "w+b") as file:
             yield file
             file.flush()
-            _settle(fd, mode, owner)
+            _set_owner_and_mode(fd, mode, owner)
             if is_synced:
                 os.fsync(fd)
         temp.replace(path)
@@ -229,8 +231,8 @@ def replacing(path: Path, *, mode: int = 0o644, owner: str | None = None, is_syn
 
 
 def behind(path: Path) -> Path:
-    """Return the path of the file that is read or written for ``path``: if ``path`` is one of the agent's links to
-    files in memory, the link's target, otherwise ``path`` itself.
+    """Return the path that is actually read or written. If ``path`` is one of the agent's links to files in memory,
+    this is the link's target, otherwise ``path`` itself.
 
     The agent's links point to files below their own directory. Any other link was created by someone else.
     """
@@ -280,6 +282,7 @@ def version(path: Path) -> tuple[int, int, int] | None:
 
 
 def _write_in_place(path: Path, data: bytes) -> None:
+    """Overwrite a file that cannot be replaced, and sync it."""
     # Truncate only after writing, so that a concurrent reader never sees an empty file. At worst, it sees the new
     # content followed by the end of the old content.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb") as file:
@@ -290,7 +293,7 @@ def _write_in_place(path: Path, data: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Sync a directory, so that files created or renamed in it are still there after the machine crashes."""
+    """Sync a directory so that files created or renamed in it survive a machine crash."""
     with closing(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         os.fsync(fd)
 
@@ -301,11 +304,11 @@ def sync_directory(path: Path) -> None:
 def make_dir(path: Path, mode: int, owner: str | None = None) -> None:
     """Create a directory, and its parents (0755) if missing, and set its mode and owner.
 
-    Links created by a job could lead anywhere. Therefore a link at ``path`` itself is refused, and so is any link above
-    it that neither root nor this user created.
+    Links created by a job could lead anywhere. Therefore a link at ``path`` itself is rejected, and so is any link
+    above it that neither root nor this user created.
     """
     with attempting(f"make the directory {path}"), closing(_open_made(path, mode & 0o700)) as fd:
-        _settle(fd, mode, owner)
+        _set_owner_and_mode(fd, mode, owner)
 
 
 def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
@@ -319,7 +322,7 @@ def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
         try:
             with closing(_open_made(path, mode & 0o700)) as fd:
                 if os.fstat(fd).st_uid in trusted_path.trusted_users():
-                    _settle(fd, mode, owner)
+                    _set_owner_and_mode(fd, mode, owner)
                     return
         except NotADirectoryError:  # someone has created a file there in the meantime
             continue
@@ -329,21 +332,23 @@ def make_own_dir(path: Path, mode: int, owner: str | None = None) -> None:
 
 
 def close_to_others(path: Path, owner: str | None, *, more: int = 0) -> None:
-    """Give an existing directory to ``owner``, and remove everybody else's write permission.
+    """Give an existing directory to ``owner`` unless that is None, and remove everybody else's write permission.
 
     ``more`` contains additional bits to set in the directory's mode. Only links created by root are followed. Raises
     ``HostError``.
     """
     with (
         attempting(f"close the directory {path} to others"),
-        guarded.held(path) as held,
-        closing(guarded.open_directory(held, "")) as fd,
+        guarded.held(path) as path_fd,
+        closing(guarded.open_directory(path_fd, "")) as fd,
     ):
-        _settle(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH) | more, owner)
+        _set_owner_and_mode(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH) | more, owner)
 
 
 def move_away(path: Path) -> None:
-    """Rename whatever is at ``path`` unless root or this user created it."""
+    """Rename whatever is at ``path`` unless root or this user created it, so that the agent never uses a file or
+    directory that a job has put there.
+    """
     with attempting(f"move {path} away"), suppress(FileNotFoundError):
         owner = path.lstat().st_uid
         if owner not in trusted_path.trusted_users():
@@ -352,9 +357,11 @@ def move_away(path: Path) -> None:
 
 
 def _open_made(path: Path, mode: int) -> int:
-    """Create a directory with its missing parents, and open it."""
-    with closing(trusted_path.hold(path, make=mode)) as held:
-        return guarded.open_directory(held, "")
+    """Create a directory with its missing parents unless it exists, and open it. Callers pass only the owner's
+    permissions as ``mode``, so that no other user can enter the directory before they call ``_set_owner_and_mode``.
+    """
+    with closing(trusted_path.hold(path, make=mode)) as path_fd:
+        return guarded.open_directory(path_fd, "")
 
 
 def swap_link(target: Path, link: Path) -> None:
@@ -398,36 +405,38 @@ def _empty(top: int) -> None:
     """Empty an open directory. Nested directories are first moved up into it, because a job can nest ten thousand of
     them, which is too deep for recursion.
     """
-    waiting, moved = _without_files(top), (f".{secrets.token_hex(8)}-{number}" for number in itertools.count())
+    prefix = f".{secrets.token_hex(8)}"
+    new_names = (f"{prefix}-{number}" for number in itertools.count())
+    waiting = _without_files(top)
     while waiting:
         name = waiting.pop()
-        with closing(os.open(name, _DIRECTORY, dir_fd=top)) as here:
-            for below in _without_files(here):
+        with closing(os.open(name, _DIRECTORY, dir_fd=top)) as parent:
+            for child in _without_files(parent):
                 try:
-                    os.rename(below, to := next(moved), src_dir_fd=here, dst_dir_fd=top)
+                    os.rename(child, new_name := next(new_names), src_dir_fd=parent, dst_dir_fd=top)
                 except OSError as exc:
                     if exc.errno != errno.EXDEV:
                         raise
                     # overlayfs cannot rename a directory in an image layer, so empty it in place. This recursion is
                     # limited, because jobs cannot nest directories in an image.
-                    with closing(os.open(below, _DIRECTORY, dir_fd=here)) as layer:
+                    with closing(os.open(child, _DIRECTORY, dir_fd=parent)) as layer:
                         _empty(layer)
-                    os.rmdir(below, dir_fd=here)
+                    os.rmdir(child, dir_fd=parent)
                 else:
-                    waiting.append(to)
+                    waiting.append(new_name)
         os.rmdir(name, dir_fd=top)
 
 
 def _without_files(directory: int) -> list[str]:
     """Remove everything except subdirectories from an open directory. Return the names of the subdirectories."""
     with os.scandir(directory) as entries:
-        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for name, is_directory in found:
+        names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_directory in names:
         if is_directory:
             _let_owner_write(name, directory)
         else:
             os.unlink(name, dir_fd=directory)
-    return [name for name, is_directory in found if is_directory]
+    return [name for name, is_directory in names if is_directory]
 
 
 def _let_owner_write(name: str, directory: int | None = None) -> None:

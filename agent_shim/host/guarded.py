@@ -1,4 +1,4 @@
-"""Safe access to files that a job can influence. Root opens, reads, lists or appends to such files only through this
+"""Safely accesses files that a job can influence. Root opens, reads, lists or appends to such files only through this
 module.
 
 At any time, a job may create anything in a directory that it can write to, for example a link to a secret, a pipe
@@ -12,12 +12,14 @@ without a writer, a terabyte-sized sparse file, or a file that grows while it is
 * every read, listing and walk has a limit in bytes, entries or seconds.
 
 All functions block on disk access, perhaps forever if a file server hangs. On the event loop, call them through
-:func:`agent_shim.host.blocking.call`. All failures raise ``OSError``.
+:func:`agent_shim.host.blocking.call`. All failures raise ``OSError``, except that a path that is not below its ``root``
+raises ``ValueError``.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 from collections import deque
@@ -45,42 +47,44 @@ BLOCK_BYTES: Final = 512
 
 
 def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
-    """Open ``path`` below the directory with descriptor ``directory``, without following links or going up.
+    """Open ``path`` below the open directory ``directory``, without following links or leaving that directory.
 
     The path is opened one directory at a time, so that it cannot be redirected by renaming a directory in the meantime.
     Raises ``HostError``.
     """
-    here = directory
+    parent = directory
     try:
-        parts = [name for name in path.split("/") if name not in ("", ".")] or [".."]
+        parts = [name for name in path.split("/") if name not in ("", ".")] or [".."]  # reject an empty path
         if path.startswith("/") or ".." in parts or "\0" in path:
             raise OSError(errno.EXDEV, "the path leaves its directory")
-        *above, last = [*parts, "."] if flags & os.O_DIRECTORY else parts
-        for name in above:
-            below = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
-            if here != directory:
-                os.close(here)
-            here = below
-            if stat.S_ISLNK(os.fstat(here).st_mode):
+        # Open a directory in two steps: first by its name with O_PATH, then as ".". With O_DIRECTORY in the first step,
+        # a link would fail with ENOTDIR instead of ELOOP.
+        *parents, last = [*parts, "."] if flags & os.O_DIRECTORY else parts
+        for name in parents:
+            child = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+            if parent != directory:
+                os.close(parent)
+            parent = child
+            if stat.S_ISLNK(os.fstat(parent).st_mode):
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-        found = os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=here)
-        if flags & os.O_PATH and stat.S_ISLNK(os.fstat(found).st_mode):  # open has returned the link itself
-            os.close(found)
+        descriptor = os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=parent)
+        if flags & os.O_PATH and stat.S_ISLNK(os.fstat(descriptor).st_mode):  # open has returned the link itself
+            os.close(descriptor)
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-        return found
+        return descriptor
     except OSError as exc:
         why = "the path contains a symbolic link" if exc.errno == errno.ELOOP else exc.strerror or exc
         error = HostError(f"cannot open {shown(path)}: {why}")
         error.errno = exc.errno
         raise error from exc
     finally:
-        if here != directory:
-            os.close(here)
+        if parent != directory:
+            os.close(parent)
 
 
 def shown(path: str) -> str:
     """Escape invalid UTF-8, line breaks and terminal control characters in a name for display."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in path)
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in path)
 
 
 @contextmanager
@@ -88,8 +92,8 @@ def held(path: StrPath, root: StrPath | None = None) -> Iterator[int]:
     """Yield an ``O_PATH`` descriptor of the file at ``path``, for ``fstat`` and for paths below it. The file itself is
     not opened.
 
-    ``root`` is a directory above the file, below which no link is followed. Without this argument, links are followed
-    if the root user created them.
+    ``root`` is a directory above the file. Links below it are never followed. Without this argument, links are followed
+    if the root user created them. Raises ``ValueError`` if ``path`` is not below ``root``.
     """
     below = "" if root is None else _below(path, root)
     if root is None or not below:
@@ -102,11 +106,13 @@ def held(path: StrPath, root: StrPath | None = None) -> Iterator[int]:
 
 
 def _below(path: StrPath, root: StrPath) -> str:
-    """Return the path below ``root``, or "" for ``root`` itself."""
-    (begin, names), (top, above) = trusted_path.start(path), trusted_path.start(root)
-    if begin != top or list(names)[: len(above)] != list(above):
+    """Return ``path`` relative to ``root``, or "" for ``root`` itself. Raises ``ValueError`` for any other path."""
+    top, names = trusted_path.start(path)
+    top_of_root, names_of_root = trusted_path.start(root)
+    depth = len(names_of_root)
+    if top != top_of_root or list(names)[:depth] != list(names_of_root):
         raise ValueError(f"{os.fspath(path)!r} is not below {os.fspath(root)!r}")
-    return "/".join(list(names)[len(above) :])
+    return "/".join(list(names)[depth:])
 
 
 # --- regular files ----------------------------------------------------------------------------------------------------
@@ -115,20 +121,20 @@ def _below(path: StrPath, root: StrPath) -> str:
 def open_file(path: StrPath, root: StrPath | None = None) -> int:
     """Open a regular file for reading. ``root`` has the same meaning as for :func:`held`.
 
-    Below ``root``, a file that belongs to the root user is refused if it has a second hard link, because jobs can
+    Below ``root``, a file that belongs to the root user is rejected if it has a second hard link, because jobs can
     create hard links to any file unless the kernel protects against that.
     """
-    with _named(path), held(path, root) as found:
+    with _named(path), held(path, root) as descriptor:
         if root is not None:
-            refuse_second_name(os.fstat(found))
-        return reopen(found, os.O_RDONLY)
+            refuse_second_name(os.fstat(descriptor))
+        return reopen(descriptor, os.O_RDONLY)
 
 
-def refuse_second_name(found: os.stat_result) -> None:
-    """Raise ``OSError`` if a file belongs to root and has more than one hard link. Other users' files may
-    have several links.
+def refuse_second_name(file_status: os.stat_result) -> None:
+    """Raise ``OSError`` if a file belongs to root and has more than one hard link, because a job may have created the
+    second link to get hold of a file that the job itself cannot read. Other users' files may have several links.
     """
-    if found.st_nlink > 1 and found.st_uid == 0 and stat.S_ISREG(found.st_mode):
+    if file_status.st_nlink > 1 and file_status.st_uid == 0 and stat.S_ISREG(file_status.st_mode):
         raise OSError(errno.EINVAL, "it is a file of root with a second hard link")
 
 
@@ -152,13 +158,13 @@ def hold(directory: int, name: str) -> int:
     return os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
 
 
-def reopen(descriptor: int, flags: int, found: os.stat_result | None = None) -> int:
+def reopen(descriptor: int, flags: int, file_status: os.stat_result | None = None) -> int:
     """Open the file behind the ``O_PATH`` descriptor if it is a regular file. Pipes, sockets and devices are never
     opened.
 
-    ``found`` is the file's status, if the caller already has it.
+    ``file_status`` is the file's status, if the caller already has it.
     """
-    if not stat.S_ISREG((found or os.fstat(descriptor)).st_mode):
+    if not stat.S_ISREG((file_status or os.fstat(descriptor)).st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
     # Open the file through the kernel's own link. Because no name is resolved, the file cannot have been replaced.
     return os.open(f"/proc/self/fd/{descriptor}", flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -166,8 +172,8 @@ def reopen(descriptor: int, flags: int, found: os.stat_result | None = None) -> 
 
 def status(path: StrPath, root: StrPath | None = None) -> os.stat_result:
     """Return the ``fstat`` result for a path. ``root`` has the same meaning as for :func:`held`."""
-    with held(path, root) as found:
-        return os.fstat(found)
+    with held(path, root) as descriptor:
+        return os.fstat(descriptor)
 
 
 def head(path: Path, limit: int, root: Path | None = None) -> bytes:
@@ -180,14 +186,6 @@ def tail(path: Path, limit: int, root: Path | None = None) -> bytes:
     """Read at most the last ``limit`` bytes of a regular file."""
     with closing(open_file(path, root)) as descriptor:
         return os.pread(descriptor, limit, max(0, os.fstat(descriptor).st_size - limit))
-
-
-def read(path: Path, limit: int) -> bytes:
-    """Read a whole regular file. Raises ``OSError`` (EFBIG) if it has more than ``limit`` bytes."""
-    content = head(path, limit + 1)
-    if len(content) > limit:
-        raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
-    return content
 
 
 def segments(descriptor: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -220,7 +218,7 @@ def chunks(descriptor: int, begin: int, end: int) -> Iterator[tuple[int, bytes]]
 def open_log(path: Path, mode: int, *, owner: tuple[int, int] = (-1, -1)) -> int:
     """Open a log for appending. If it does not exist, create it with ``mode`` and ``owner``.
 
-    A file with a second hard link is refused. The owner of an existing file is not changed, because a job may have
+    A file with a second hard link is rejected. The owner of an existing file is not changed, because a job may have
     moved a file that belongs to root to this path.
     """
     with _named(path), held(path.parent) as directory:
@@ -239,8 +237,8 @@ def create(name: str, directory: int, mode: int, owner: tuple[int, int] = (-1, -
     """Create a file for appending in an open directory, with ``mode`` and ``owner`` (by default this process's user).
 
     A job may give its directory the set-group-ID bit or a default ACL, which would let the job read new files. The file
-    therefore gives no rights to its group until the group is set and the ACL is removed. Its owner can read it at any
-    time.
+    is therefore created without group permissions, which are added only after the group has been set and the ACL
+    removed. The owner has its permissions from the start.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(name, flags, mode & 0o700, dir_fd=directory)
@@ -260,8 +258,12 @@ def create(name: str, directory: int, mode: int, owner: tuple[int, int] = (-1, -
 
 
 def _append_to(name: str, directory: int) -> int:
-    with closing(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)) as found:
-        descriptor = reopen(found, os.O_WRONLY | os.O_APPEND)
+    """Open an existing regular file for appending. A file with a second hard link is rejected.
+
+    The descriptor is in blocking mode, because it may become the output of a program.
+    """
+    with closing(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)) as held_file:
+        descriptor = reopen(held_file, os.O_WRONLY | os.O_APPEND)
     try:
         if os.fstat(descriptor).st_nlink > 1:
             raise OSError(errno.EINVAL, "it has a second hard link", name)
@@ -284,13 +286,8 @@ class Entry(NamedTuple):
 
 def names(directory: int, limit: int = MAX_ENTRIES) -> list[str]:
     """Return at most ``limit`` names in an open directory. They are not sorted, because there may be millions."""
-    found: list[str] = []
     with os.scandir(directory) as entries:
-        for entry in entries:
-            if len(found) >= limit:
-                break
-            found.append(entry.name)
-    return found
+        return [entry.name for entry in itertools.islice(entries, limit)]
 
 
 def walk(
@@ -305,24 +302,24 @@ def walk(
     """
     waiting = deque([(below, depth)])
     while waiting:
-        here, levels = waiting.popleft()
+        parent, levels = waiting.popleft()
         try:
-            directory = open_directory(top, here)
+            directory = open_directory(top, parent)
         except OSError as exc:
-            skipped(here, exc)
+            skipped(parent, exc)
             continue
         with closing(directory):
             for name in names(directory, limit + 1):
                 if limit <= 0:
-                    skipped(here, None)
+                    skipped(parent, None)
                     return
                 limit -= 1
-                path = f"{here}/{name}" if here else name
+                path = f"{parent}/{name}" if parent else name
                 with suppress(OSError):  # the entry was removed in the meantime
-                    found = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                    if stat.S_ISREG(found.st_mode):
-                        yield Entry(path, found)
-                    elif stat.S_ISDIR(found.st_mode) and levels > 1:
+                    entry_status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+                    if stat.S_ISREG(entry_status.st_mode):
+                        yield Entry(path, entry_status)
+                    elif stat.S_ISDIR(entry_status.st_mode) and levels > 1:
                         waiting.append((path, levels - 1))
 
 

@@ -42,26 +42,26 @@ def cpu_times(proc: Path = PROC) -> CpuTimes:
     """
     try:
         times = _psutil(proc).cpu_times()
-    except (LookupError, TypeError) as exc:
+    except (LookupError, TypeError) as exc:  # psutil raises these for a malformed file
         raise ValueError(f"cannot read {proc}/stat: {exc}") from exc
     user, system, wait = times.user + times.nice, times.system, times.iowait
     total = user + system + wait + times.idle + times.irq + times.softirq + getattr(times, "steal", 0.0)
-    _require_natural(*times)
+    _require_not_negative(*times)
     return CpuTimes(user, system, wait, total)
 
 
 def memory(proc: Path = PROC) -> Memory:
-    """Return memory and swap. All memory that the kernel does not report as available counts as used."""
+    """Return the machine's memory and swap. All memory that the kernel does not report as available counts as used."""
     psutil = _psutil(proc)
     try:
         with warnings.catch_warnings():  # ignore warnings about psutil fields that are not used here
             warnings.simplefilter("ignore", RuntimeWarning)
             ram, swap = psutil.virtual_memory(), psutil.swap_memory()
-    except (LookupError, ArithmeticError) as exc:
+    except (LookupError, ArithmeticError) as exc:  # psutil raises these for a malformed file
         raise ValueError(f"cannot read {proc}/meminfo: {exc}") from exc
-    found = Memory(ram.total, max(0, ram.total - ram.available), swap.total, max(0, swap.total - swap.free))
-    _require_natural(found.total, found.used, found.swap_total, found.swap_used)
-    return found
+    figures = Memory(ram.total, max(0, ram.total - ram.available), swap.total, max(0, swap.total - swap.free))
+    _require_not_negative(figures.total, figures.used, figures.swap_total, figures.swap_used)
+    return figures
 
 
 def memory_total() -> int:
@@ -76,13 +76,13 @@ def load(proc: Path = PROC) -> tuple[float, float, float]:
     containers.
     """
     one, five, fifteen = (float(field) for field in (proc / "loadavg").read_bytes().split()[:3])
-    _require_natural(one, five, fifteen)
+    _require_not_negative(one, five, fifteen)
     return one, five, fifteen
 
 
 def _psutil(proc: Path) -> ModuleType:
-    """Return psutil, configured to read from ``proc``. psutil is imported only for the first reading, because the
-    import takes 0.8 MB and 10 ms.
+    """Return psutil, configured to read from ``proc``. psutil is imported on first use, because the import takes
+    0.8 MB and 10 ms.
     """
     import psutil
 
@@ -90,6 +90,7 @@ def _psutil(proc: Path) -> ModuleType:
     return psutil
 
 
-def _require_natural(*figures: float) -> None:
+def _require_not_negative(*figures: float) -> None:
+    """Raise ``ValueError`` if a figure is negative, infinite or not a number."""
     if not all(math.isfinite(figure) and figure >= 0 for figure in figures):
         raise ValueError(f"{figures} are not numbers that a kernel reports")

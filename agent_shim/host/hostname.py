@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from agent_shim.core.errors import HostError
 from agent_shim.host import files, mounts
 
 HOST_NAME: Final = Path("/etc/hostname")
@@ -19,7 +17,7 @@ _VALID: Final = r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,62}[A-Za-z0-9])?"
 """Matches names of up to 64 bytes that sethostname(2) accepts and that resolvers can look up."""
 
 
-def owner(table: Sequence[mounts.Mount] | None = None) -> str:
+def obstacle() -> str:
     """Return the reason why the agent must not set the host name, or "" if it may.
 
     The agent must not set it if ``/etc/hostname`` is a mount, which means that the container runtime has set the host
@@ -27,7 +25,7 @@ def owner(table: Sequence[mounts.Mount] | None = None) -> str:
     """
     if Path("/proc/self/ns/uts").stat().st_ino == INITIAL_UTS_NAMESPACE:
         return "the host name is that of the machine"
-    if mounts.is_mount_point(HOST_NAME, table):
+    if mounts.is_mount_point(HOST_NAME):
         return "the host name belongs to the container runtime"
     return ""
 
@@ -40,11 +38,11 @@ def set_host_name(name: str) -> str:
         return ""
     if re.fullmatch(_VALID, name) is None:
         return f"{name} is not a valid host name"
-    if kept := owner():
-        return kept
+    if reason := obstacle():
+        return reason
     try:
         socket.sethostname(name)
         files.write_atomic(HOST_NAME, f"{name}\n".encode())
-    except (OSError, HostError) as exc:
+    except OSError as exc:
         return f"cannot set the host name: {exc}"
     return ""

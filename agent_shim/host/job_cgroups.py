@@ -1,12 +1,12 @@
 """Creates cgroups that limit a job's memory and number of processes, and that count OOM kills.
 
-The cgroups are below our own cgroup or next to it. This module creates their directories. A process joins its cgroups
+The cgroups are below our own cgroup or alongside it. This module creates their directories. A process joins its cgroups
 in ``host.sandbox_exec``, before it executes the job's program.
 
 Both cgroup versions are supported, but a controller is used only if creating a directory is enough. In version 2, our
 cgroup can delegate a controller only while it contains no process, and moving all of a container's processes out of it
-would break ``docker exec``. If our parent put us into a subgroup of a delegated cgroup (systemd with
-``DelegateSubgroup=``), the job cgroups are created next to the subgroup.
+would break ``docker exec``. If systemd has put us into a subgroup of a delegated cgroup (``DelegateSubgroup=``), the
+job cgroups are created alongside the subgroup.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def offered() -> frozenset[str]:
     """Find out by trial for which controllers (``memory``, ``pids``) a cgroup with a limit can be created. Return their
     names.
     """
-    found = set()
+    controllers = set()
     for controller, hierarchy in hierarchies():
         top = parent_of_job_cgroups(hierarchy)
         probe = top / f"probe-{os.getpid()}"
@@ -50,30 +50,31 @@ def offered() -> frozenset[str]:
             probe.mkdir()
             try:
                 if hierarchy.version == 2:
-                    _hand_down(top, controller)
+                    _enable_below(top, controller)
                 if (probe / _LIMITS[controller, hierarchy.version]).exists():
-                    found.add(controller)
+                    controllers.add(controller)
             finally:
                 probe.rmdir()
-    return frozenset(found)
+    return frozenset(controllers)
 
 
 def members_of(name: str) -> list[tuple[int, int]]:
-    """Return the living processes in job cgroups with this name and in cgroups nested in them, as pid and start time.
-    This function blocks.
+    """Return the living processes in job cgroups called ``name`` and in cgroups nested in them. Each process is
+    returned as its pid and start time. This function blocks.
 
-    It finds the processes that were started by an agent without keepers (0.2.0), which put each program into such a
-    cgroup.
+    Version 0.2.0 of the agent, which had no keepers, put each program into such a cgroup. After an upgrade, this
+    function finds the processes that were started by that version.
     """
-    below = f"/{_DIRECTORY}/{_escaped(name)}/"
+    part = f"/{_DIRECTORY}/{_escaped(name)}/"
     return [
-        each.identity
-        for each in proc.table().values()
-        if each.is_alive and any(below in f"{path}/" for path in proc.groups(each.pid).values())
+        process.identity
+        for process in proc.table().values()
+        if process.is_alive and any(part in f"{path}/" for path in proc.groups(process.pid).values())
     ]
 
 
 def _escaped(name: str) -> str:
+    """Escape slashes, so that the name is a single directory name."""
     return name.replace("%", "%25").replace("/", "%2f")
 
 
@@ -83,11 +84,11 @@ def parent_of_job_cgroups(hierarchy: cgroups.Hierarchy) -> Path:
     delegated.
     """
     if hierarchy.version == 2 and len(hierarchy.levels) > 1:
-        above = hierarchy.levels[1]
+        parent = hierarchy.levels[1]
         for name in _DELEGATED:
             with contextlib.suppress(OSError):
-                if os.getxattr(above, name) == b"1":
-                    return above
+                if os.getxattr(parent, name) == b"1":
+                    return parent
     return hierarchy.levels[0]
 
 
@@ -96,50 +97,55 @@ class JobCgroup:
 
     def __init__(self, name: str) -> None:
         below = f"{_DIRECTORY}/{_escaped(name)}"
-        self._limited = [(*each, parent_of_job_cgroups(each[1]) / below) for each in hierarchies()]
-        self._all = dict.fromkeys(directory for _, _, directory in self._limited)
+        self._limited = [
+            (controller, hierarchy, parent_of_job_cgroups(hierarchy) / below) for controller, hierarchy in hierarchies()
+        ]
+        """The controllers for which a limit can be set, each with its hierarchy and the cgroup's directory."""
+        # In version 2, both controllers have the same directory.
+        self._directories = dict.fromkeys(directory for _, _, directory in self._limited)
 
     def make(self, *, memory: int | None = None, processes: int | None = None) -> list[str]:
-        """Create the cgroups with these limits (bytes of memory; number of processes and threads). Return the
-        directories to join. Raises ``OSError``.
+        """Create the cgroups with these limits, and return the directories to join. Raises ``OSError``.
+
+        ``memory`` is in bytes, ``processes`` limits the total number of threads, and None means no limit.
         """
-        made = []
+        joined = []
         for controller, hierarchy, directory in self._limited:
             limit = memory if controller == "memory" else processes
             if limit is None:
                 continue
             if hierarchy.version == 2:
-                _hand_down(parent_of_job_cgroups(hierarchy), controller)
+                _enable_below(parent_of_job_cgroups(hierarchy), controller)
                 directory.parent.mkdir(exist_ok=True)
-                _hand_down(directory.parent, controller)
+                _enable_below(directory.parent, controller)
             directory.mkdir(parents=True, exist_ok=True)
             (directory / _LIMITS[controller, hierarchy.version]).write_text(str(limit))
             if controller == "memory":
                 _forbid_swap(directory, hierarchy.version, limit)
                 if hierarchy.version == 2:
                     _kill_as_group(directory)
-            made.append(str(directory))
-        return list(dict.fromkeys(made))
+            joined.append(str(directory))
+        return list(dict.fromkeys(joined))
 
     def remove(self) -> None:
         """Remove the cgroups. A cgroup with a living process is not removed."""
-        for directory in self._all:
-            for each in reversed(_below(directory)):
+        for directory in self._directories:
+            for cgroup in reversed(_below(directory)):  # children before their parents
                 with contextlib.suppress(OSError):
-                    each.rmdir()
+                    cgroup.rmdir()
 
     def members(self) -> list[tuple[int, int]]:
         """Return the living processes in the cgroups and in cgroups nested in them, as pid and start time."""
         pids = set()
-        for directory in self._all:
-            for each in _below(directory):
+        for directory in self._directories:
+            for cgroup in _below(directory):
                 with contextlib.suppress(OSError):
-                    pids |= set((each / "cgroup.procs").read_text().split())
+                    pids |= set((cgroup / "cgroup.procs").read_text().split())
         return [stat.identity for pid in pids if (stat := proc.stat(int(pid))) is not None and stat.is_alive]
 
     def memory(self) -> tuple[int, int] | None:
-        """Return the number of OOM kills in the memory cgroup and its peak memory in bytes, or None if memory is not
-        limited.
+        """Return the number of OOM kills and the peak memory in bytes, or None if memory is not limited. A figure that
+        the kernel does not report is 0.
         """
         for controller, hierarchy, directory in self._limited:
             limit = cgroups.memory_limit(hierarchy.version, directory) if controller == "memory" else None
@@ -151,12 +157,12 @@ class JobCgroup:
 
 def _below(directory: Path) -> list[Path]:
     """Return a cgroup and all cgroups below it, parents first, or an empty list if it does not exist."""
-    found = [directory] if directory.is_dir() else []
-    for each in found:
-        with contextlib.suppress(OSError), os.scandir(each) as entries:
-            if len(each.parts) - len(directory.parts) < MAX_DEPTH:
-                found += [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    return found
+    cgroups_found = [directory] if directory.is_dir() else []
+    for cgroup in cgroups_found:  # the loop also visits the children that it appends
+        with contextlib.suppress(OSError), os.scandir(cgroup) as entries:
+            if len(cgroup.parts) - len(directory.parts) < MAX_DEPTH:
+                cgroups_found += [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return cgroups_found
 
 
 @functools.cache
@@ -165,19 +171,22 @@ def hierarchies() -> tuple[tuple[str, cgroups.Hierarchy], ...]:
     The result is cached, because the agent's cgroup does not change while it runs.
     """
     ours = cgroups.find()
-    found = (("memory", ours.memory), ("pids", ours.pids))
-    return tuple((name, each) for name, each in found if each is not None and cgroups.contains_this_process(each))
+    return tuple(
+        (controller, hierarchy)
+        for controller, hierarchy in (("memory", ours.memory), ("pids", ours.pids))
+        if hierarchy is not None and cgroups.contains_this_process(hierarchy)
+    )
 
 
-def _hand_down(directory: Path, controller: str) -> None:
+def _enable_below(directory: Path, controller: str) -> None:
     """Enable a controller for the cgroups below a directory (version 2). Raises ``OSError`` if this fails or if the
     directory's cgroup contains processes.
 
     If it contains processes, the kernel itself would refuse to enable ``memory`` but not ``pids``. With ``pids``, the
     cgroup would become "domain threaded", and no process could enter the cgroups below it
-    (Documentation/admin-guide/cgroup-v2.rst, "Threads"). Only the root cgroup may contain processes.
+    (Documentation/admin-guide/cgroup-v2.rst, "Threads"). Only the root cgroup is exempt from this rule.
     """
-    if (kind := _type(directory)) is not None:
+    if (kind := _type(directory)) is not None:  # not the root cgroup
         if kind != "domain":
             raise OSError(errno.EOPNOTSUPP, f"its type is {kind}", str(directory))
         if (directory / "cgroup.procs").read_text().strip():
@@ -196,9 +205,10 @@ def _type(directory: Path) -> str | None:
 
 
 def _forbid_swap(directory: Path, version: int, limit: int) -> None:
-    """Forbid swap for a cgroup with a memory limit. Errors are ignored, because the file is missing if the kernel does
-    not account for swap.
+    """Forbid swap for a cgroup with the memory limit ``limit``. Errors are ignored, because a kernel without swap
+    accounting cannot limit swap.
     """
+    # Version 1 limits the sum of memory and swap, so an equal limit leaves no room for swap.
     name, value = ("memory.swap.max", 0) if version == 2 else ("memory.memsw.limit_in_bytes", limit)
     with contextlib.suppress(OSError):
         (directory / name).write_text(str(value))
@@ -206,7 +216,7 @@ def _forbid_swap(directory: Path, version: int, limit: int) -> None:
 
 def _kill_as_group(directory: Path) -> None:
     """Make the OOM killer kill all processes in a cgroup together, because it is better to restart a job than to let it
-    run without one of its processes. Errors are ignored, because kernels before 4.19 lack the file.
+    run without one of its processes. Errors are ignored, because kernels before 4.19 do not support this.
     """
     with contextlib.suppress(OSError):
         (directory / "memory.oom.group").write_text("1")

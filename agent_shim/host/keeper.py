@@ -72,7 +72,7 @@ class User(msgspec.Struct, frozen=True):
 
 
 class Program(msgspec.Struct, frozen=True):
-    """A program to run, and the conditions under which to run it."""
+    """A program to run, with its environment, working directory, standard streams, user and limits."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -124,13 +124,14 @@ class KeeperState(msgspec.Struct, frozen=True):
     reaped: int = 0
     """Number of children that the keeper has reaped, including inherited ones."""
     is_killing: bool = False
+    """True once the keeper has been asked to kill its descendants."""
     is_childless: bool = False
     """True once all of the keeper's descendants have exited. It never becomes False again."""
 
 
 def user(name: str | None, group: str | None) -> User:
     """Look up a program's user and group, given as names or numbers. If the agent is not root, the program keeps the
-    agent's user.
+    agent's user and group.
 
     As in monit (spawn.c), the user's primary and supplementary groups are not used. Without ``group``, the program
     keeps the agent's group. Raises ``HostError`` "there is no user X".
@@ -176,6 +177,7 @@ class Keeper:
         """True if the keeper was asked to exit once it has no descendants, and the connection is closed."""
         self._changed = asyncio.Event()
         self._answers: deque[asyncio.Future[KeeperState]] = deque()
+        """Futures of the pending requests, oldest first."""
         self._attach(connection)
 
     def __repr__(self) -> str:
@@ -191,7 +193,7 @@ class Keeper:
     @property
     def program_exit(self) -> Exit | None:
         """How the program exited, or None while it is running or if it was never executed."""
-        return None if self.state.failed else self.state.exits.get(0)
+        return None if self.state.failed else self.state.exits.get(0)  # the program has slot 0
 
     def exit_of(self, identity: tuple[int, int]) -> Exit | None:
         """Return how the program or a watched process exited, or None if the keeper has not reported its exit."""
@@ -203,16 +205,17 @@ class Keeper:
 
         Wait for the keeper to reap the process if it is the keeper's child, but not if another process has to reap it.
         """
-        is_left, ended = True, self.exit_of(identity)
-        while is_left and ended is None and not self.is_lost:
-            dead = proc.stat(identity[0])
-            is_left = dead is not None and dead.identity == identity and dead.parent == self.pid
-            if is_left:
+        ended = self.exit_of(identity)
+        awaits_keeper = True
+        while awaits_keeper and ended is None and not self.is_lost:
+            zombie = proc.stat(identity[0])
+            awaits_keeper = zombie is not None and zombie.identity == identity and zombie.parent == self.pid
+            if awaits_keeper:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(process.POLL_S):
                         await self._changed.wait()
-            # If the keeper has reaped the process, the answer says how it exited. A later state may no longer say so,
-            # because the slot is also used for other processes.
+            # If the keeper has reaped the process, the answer says how it exited. A later answer might not, because the
+            # slot is reused for other processes.
             try:
                 ended = _exit_in(await self.request(_watch(_ASKED_SLOT, identity)), identity)
             except HostError:
@@ -223,11 +226,11 @@ class Keeper:
 
     def adopt(self, pid: int, start_ticks: int | None = None) -> Process | None:
         """Watch a descendant. Return None if it is gone, is a zombie, or did not start at ``start_ticks``."""
-        found = process.adopt(pid, start_ticks, self)
-        if found is not None and pid != self.state.program:
-            with contextlib.suppress(HostError):  # without this, its exit status may be unknown
-                self._send(_watch(_ADOPTED_SLOT, found.identity))
-        return found
+        adopted = process.adopt(pid, start_ticks, self)
+        if adopted is not None and pid != self.state.program:  # the program's exit is always recorded
+            with contextlib.suppress(HostError):  # if this fails, the exit status may be unknown later
+                self._send(_watch(_ADOPTED_SLOT, adopted.identity))
+        return adopted
 
     async def program_process(self) -> Process:
         """Return the program's process. If it has already exited, its start time is unknown, so the keeper's start time
@@ -262,20 +265,22 @@ class Keeper:
         """Wait up to ``seconds`` until all descendants have exited. Return True if they have. Raises ``HostError`` once
         the keeper is lost.
         """
-        # Do not use asyncio.timeout. Before Python 3.11.3 it never expires in a task that is being cancelled, as
-        # callers may be.
+        # Do not use asyncio.timeout, because the calling task may be in the middle of a cancellation. Before Python
+        # 3.11.3, the timeout never expires in such a task.
         waiting = asyncio.ensure_future(self.until(lambda: self.state.is_childless))
         try:
             done, _ = await asyncio.wait({waiting}, timeout=seconds)
         finally:
             waiting.cancel()
-        for each in done:
-            each.result()
+        for finished in done:
+            finished.result()  # raises the HostError from ``until``, if any
         return self.state.is_childless
 
     def processes(self) -> list[proc.Stat]:
         """Return the keeper's living descendants. This method blocks."""
-        return [each for each in proc.below(self.pid).values() if each.is_alive] if self.pid else []
+        if not self.pid:  # the keeper has not reported yet
+            return []
+        return [descendant for descendant in proc.below(self.pid).values() if descendant.is_alive]
 
     # --- actions ------------------------------------------------------------------------------------------------------
 
@@ -283,8 +288,7 @@ class Keeper:
         """Send a signal once to each current descendant. Return those processes."""
 
         def send() -> list[proc.Stat]:
-            found = self.processes()
-            return [each for each in found if process.send(each.identity, number)]
+            return [descendant for descendant in self.processes() if process.send(descendant.identity, number)]
 
         return await asyncio.to_thread(send)  # use a pool thread, because jobs may have exhausted the thread limit
 
@@ -301,7 +305,8 @@ class Keeper:
                 raise
 
     async def end(self, grace: float) -> bool:
-        """Send SIGTERM to all descendants, then SIGKILL after ``grace`` seconds. Return False if some survive SIGKILL.
+        """Send SIGTERM to all descendants, then SIGKILL after ``grace`` seconds, or only SIGKILL if ``grace`` is 0.
+        Return False if some survive SIGKILL.
 
         ``state.is_killing`` says whether SIGKILL was needed. Raises ``HostError`` if the keeper is lost.
         """
@@ -314,14 +319,14 @@ class Keeper:
     async def abandon(self) -> None:
         """Kill all descendants and release the keeper. This is used when nobody is waiting for the program any more."""
         try:
-            with contextlib.suppress(HostError):
+            with contextlib.suppress(HostError):  # the keeper is lost, so there is nothing to control any more
                 await self.end(0)
         finally:
             self.release()
 
     def release(self) -> None:
-        """Disconnect, and let the keeper exit as soon as all its descendants have exited. The exit statuses that it has
-        recorded are then lost.
+        """Disconnect, and let the keeper exit as soon as all its descendants have exited. The exit statuses that the
+        keeper has recorded are then lost.
         """
         self.is_released = True
         with contextlib.suppress(OSError):
@@ -331,29 +336,31 @@ class Keeper:
         self.close()
 
     def close(self) -> None:
-        """Disconnect. The keeper keeps running."""
+        """Disconnect, which fails all pending requests. The keeper keeps running."""
         if self._connection.fileno() >= 0:
             self._loop.remove_reader(self._connection)
             self._connection.close()
         self._fail()
 
     async def request(self, text: str) -> KeeperState:
-        """Send a request and return the state in the answer. Raises ``HostError`` if this fails or the keeper refuses
+        """Send a request and return the state in the answer. Raises ``HostError`` if this fails or the keeper rejects
         the request.
         """
         return await self._answer(self._send(text))
 
     def _send(self, text: str) -> asyncio.Future[KeeperState]:
+        """Send a request and return a future for the answer. The keeper answers requests in order."""
         try:
             self._connection.send(text.encode())
         except OSError as exc:
             raise files.failed(f"ask the keeper of {self.label}", exc) from exc
         answer: asyncio.Future[KeeperState] = self._loop.create_future()
-        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody is waiting for it
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # no warning if nobody awaits it
         self._answers.append(answer)
         return answer
 
     async def _answer(self, answer: asyncio.Future[KeeperState]) -> KeeperState:
+        """Wait for the answer to a request. Raises ``HostError`` after a timeout."""
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 return await answer
@@ -363,6 +370,7 @@ class Keeper:
     # --- the connection -----------------------------------------------------------------------------------------------
 
     def _attach(self, connection: socket.socket) -> None:
+        """Start reading from a new connection."""
         self._connection = connection
         connection.setblocking(False)
         self._loop.add_reader(connection, self._read)
@@ -375,7 +383,7 @@ class Keeper:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                continue  # the keeper exited without reading all requests, but its last reports are still to be read
+                continue  # the keeper exited without reading all requests, but its last reports can still be read
             except OSError:
                 packet = b""
             if not packet:
@@ -384,10 +392,11 @@ class Keeper:
             self._take(packet.decode(errors="replace"))
 
     def _take(self, packet: str) -> None:
+        """Store the state that a packet contains. If the packet is an answer, pass it to the oldest pending request."""
         kind, self.state = parse(packet)
         if kind != "state" and self._answers:
             answer = self._answers.popleft()
-            if answer.done():
+            if answer.done():  # the caller no longer waits
                 pass
             elif kind == "ok":
                 answer.set_result(self.state)
@@ -396,10 +405,14 @@ class Keeper:
         self._wake()
 
     def _disconnected(self) -> None:
+        """Reconnect unless the keeper was released. If reconnecting fails and the keeper had descendants, it counts as
+        lost.
+        """
         self.close()
         if not self.is_released and not self._reconnect():
-            # A keeper without children is not lost: it exits when the machine shuts down, and its last report is
-            # complete. The socket of a killed keeper is not removed, so that the next agent notices the loss too.
+            # A keeper without children is not lost. It has exited because of SIGTERM, for example when the machine
+            # shuts down, and its last report is complete. The socket of a killed keeper is not removed, so that the
+            # next agent notices the loss too.
             self.is_lost = not self.state.is_childless
             if not self.is_lost:
                 with contextlib.suppress(OSError):
@@ -408,7 +421,7 @@ class Keeper:
 
     def _reconnect(self) -> bool:
         """Reconnect, because another client may have connected to the keeper, which serves only the latest client.
-        Return False if the keeper has exited or disconnects repeatedly.
+        Return False if the keeper has exited or disconnects repeatedly. A keeper may exit once it is childless.
         """
         now = self._loop.time()
         if self.state.is_childless or now - self._reconnected_at < RECONNECT_PAUSE_S:
@@ -422,12 +435,14 @@ class Keeper:
         return True
 
     def _wake(self) -> None:
+        """Wake every task that waits for a change, and call ``on_change``."""
         self._changed.set()
         self._changed = asyncio.Event()
         if self.on_change is not None:
             self.on_change()
 
     def _fail(self) -> None:
+        """Fail all pending requests, because the connection is closed."""
         while self._answers:
             answer = self._answers.popleft()
             if not answer.done():
@@ -443,9 +458,11 @@ async def spawn(
     """Start a program as the child of a new keeper, and return once its ``execve`` has succeeded. ``directory``
     contains the sockets of all keepers.
 
-    ``made`` is called with the keeper before the program starts. Raises ``HostError`` "cannot run PROGRAM: why" if the
-    ``execve`` fails. In that case the keeper is released, unless the keeper was killed or the ``execve`` hangs in the
-    kernel.
+    ``on_created`` is called with the keeper before the program starts, so that the caller can tell which keeper the
+    program's processes belong to.
+
+    Raises ``HostError`` "cannot run PROGRAM: why" if the ``execve`` fails. In that case the keeper is released, unless
+    it was killed or the ``execve`` hangs in the kernel.
     """
     what = f"run {program.argv[0]}"
     with contextlib.ExitStack() as opened, files.attempting(what):
@@ -465,7 +482,7 @@ async def spawn(
                 inherited=inherited,
             )
         except BaseException:
-            # The spawn may have failed after the fork, because no descriptor was free.
+            # The keeper may be running already, because the spawn can fail after the fork if no descriptor is free.
             with contextlib.suppress(OSError):
                 connection.send(b"kill")
                 connection.send(b"release")
@@ -475,7 +492,7 @@ async def spawn(
     keeper = Keeper(directory, name, connection)
     keeper.since, keeper.parent = child.start_ticks, os.getpid()
     keeper.state = KeeperState(child.pid, 0, phase="starting")
-    made(keeper)
+    on_created(keeper)
     try:
         # Do not use wait_for, which may swallow a cancellation before Python 3.12.
         async with asyncio.timeout(START_TIMEOUT_S):
@@ -492,7 +509,7 @@ async def spawn(
         # If the keeper cannot start, it exits before running the program, with the error number as its status.
         if code is not None and code < 128:
             keeper.release()
-            keeper.is_lost = False
+            keeper.is_lost = False  # no process was started, so there can be no orphans
         why = "its keeper does not answer" if code is None else f"its keeper ended: {os.strerror(code)}"
         raise HostError(f"cannot {what}: {why}") from None
     except asyncio.CancelledError:
@@ -510,7 +527,7 @@ async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
     Also return a dictionary of the keepers that cannot be reached or have exited without being released. It maps their
     socket names to their start ticks.
     """
-    found = []
+    keepers = []
     ended: dict[str, int] = {}
     for name in _names(directory):
         try:
@@ -522,39 +539,39 @@ async def find(directory: Path) -> tuple[list[Keeper], dict[str, int]]:
                 logger.error("cannot connect to the keeper %s: %s", name, exc)
             ended[name] = _start_of(name)
             continue
-        found.append(keeper)
+        keepers.append(keeper)
 
-    async def hear(keeper: Keeper) -> None:
+    async def await_report(keeper: Keeper) -> None:
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 await keeper.until(lambda: keeper.pid > 0)
         except TimeoutError:
             logger.error("cannot use the keeper %s: it does not answer", keeper.name)
-        except HostError:
-            found.remove(keeper)
+        except HostError:  # the keeper has exited, or serves another client
+            keepers.remove(keeper)
             ended[keeper.name] = _start_of(keeper.name)
         else:
-            if itself := proc.stat(keeper.pid):
-                keeper.since, keeper.parent = itself.start_ticks, itself.parent
+            if stat := proc.stat(keeper.pid):
+                keeper.since, keeper.parent = stat.start_ticks, stat.parent
 
-    await asyncio.gather(*map(hear, found))
-    return found, ended
+    await asyncio.gather(*map(await_report, keepers))
+    return keepers, ended
 
 
 def living(directory: Path) -> list[KeeperState]:
     """Return the states of the keepers that still have descendants. This function blocks for at most a second per
     keeper.
 
-    It disconnects any running agent from its keepers, because a keeper serves only the latest client.
+    This call disconnects a running agent from its keepers, because a keeper serves only the latest client.
     """
-    found = []
+    states = []
     for name in _names(directory):
         with contextlib.suppress(OSError), _connect(directory / name) as connection:
             connection.settimeout(1.0)
             state = parse(connection.recv(_PACKET_BYTES).decode(errors="replace"))[1]
             if not state.is_childless:
-                found.append(state)
-    return found
+                states.append(state)
+    return states
 
 
 def release_all(directory: Path) -> None:
@@ -566,7 +583,9 @@ def release_all(directory: Path) -> None:
 
 
 def parse(packet: str) -> tuple[str, KeeperState]:
-    """Parse a packet from a keeper. Return its kind and the state. Unknown words are skipped."""
+    """Parse a packet from a keeper. Return its kind (``state``, ``ok`` or ``error``) and the state. Unknown words are
+    skipped.
+    """
     kind, *words = packet.split(" ")
     state: dict[str, object] = {"keeper": 0, "program": 0}
     exits: dict[int, Exit] = {}
@@ -582,7 +601,7 @@ def parse(packet: str) -> tuple[str, KeeperState]:
             step, _, number = value.partition(":")
             state[key] = StartFailure(step, int(number))
         elif key == "exit":
-            slot, pid, status, at_ms = map(int, value.split(":")[:4])
+            slot, pid, status, at_ms = map(int, value.split(":")[:4])  # other versions may append more numbers
             code = os.waitstatus_to_exitcode(status)
             exits[slot] = Exit(pid, code if code >= 0 else 128 - code, at_ms / 1000)
     return kind, KeeperState(exits=exits, **state)  # type: ignore[arg-type]
@@ -601,22 +620,26 @@ def _start_of(name: str) -> int:
 
 
 def _exit_in(state: KeeperState, identity: tuple[int, int]) -> Exit | None:
-    """Return how the program or a watched process exited, or None if this state does not say."""
+    """Return how the program or a watched process exited. Return None if ``state`` does not contain its exit."""
     pid, start_ticks = identity
-    seen = (each for each in state.exits.values() if each.pid == pid and each.at >= start_ticks / clock.TICKS)
-    return next(seen, None)
+    for ended in state.exits.values():
+        # An exit before this start time is that of an earlier process with the same pid.
+        if ended.pid == pid and ended.at >= start_ticks / clock.TICKS:
+            return ended
+    return None
 
 
 def _watch(slot: int, identity: tuple[int, int]) -> str:
-    """Return the request that tells a keeper to record in a slot how a process exits or has exited."""
+    """Return the request that tells a keeper to record a process's exit in ``slot``."""
     pid, start_ticks = identity
-    return f"watch {slot} {pid} {start_ticks * 1000 // clock.TICKS}"
+    return f"watch {slot} {pid} {start_ticks * 1000 // clock.TICKS}"  # the start time in milliseconds
 
 
 def _bind(directory: Path, label: str) -> tuple[str, socket.socket, socket.socket]:
-    """Create a listening socket in the directory, and a connection to it.
+    """Create a listening socket in the directory. Return its name, the socket, and a connection to it.
 
-    The socket is addressed through a descriptor, because its path may be too long for a socket address.
+    The socket is bound to a short name relative to a descriptor, because its path may be too long for a socket address.
+    It is renamed once it is listening, so that ``find`` does not see it earlier.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     token = f"{clock.boot_ticks():x}-{secrets.token_hex(4)}"
@@ -632,9 +655,9 @@ def _bind(directory: Path, label: str) -> tuple[str, socket.socket, socket.socke
         return name, listener, _connect(directory / name)
     except BaseException:
         listener.close()
-        for each in (f"@{token}", name):
+        for socket_name in (f"@{token}", name):
             with contextlib.suppress(OSError):
-                (directory / each).unlink()
+                (directory / socket_name).unlink()
         raise
 
 
@@ -647,11 +670,12 @@ def _names(directory: Path) -> list[str]:
 
 
 def _connect(path: Path) -> socket.socket:
+    """Connect to a keeper's socket. The socket is addressed through a descriptor, because its path may be too long."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.setblocking(False)
-        with closing(os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)) as held:
-            connection.connect(f"/proc/self/fd/{held}")
+        with closing(os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)) as path_fd:
+            connection.connect(f"/proc/self/fd/{path_fd}")
     except BaseException:
         connection.close()
         raise
@@ -661,20 +685,21 @@ def _connect(path: Path) -> socket.socket:
 def _spec(program: Program) -> Iterator[str]:
     """Yield the instructions for executing a program, in the order in which the keeper's child follows them."""
     limits = dict(program.limits)
-    if resource.RLIMIT_NOFILE not in limits and (of_children := process.file_limits_of_children()):
-        limits[resource.RLIMIT_NOFILE] = of_children
+    if resource.RLIMIT_NOFILE not in limits and (file_limits := process.file_limits_of_children()):
+        limits[resource.RLIMIT_NOFILE] = file_limits
+    # C represents Python's -1 (unlimited) as an unsigned number.
     yield from (f"limit={number}:{soft % 2**64}:{hard % 2**64}" for number, (soft, hard) in limits.items())
     if program.nice:
-        yield f"nice={os.nice(0) + program.nice}"
+        yield f"nice={os.nice(0) + program.nice}"  # ``nice`` is relative to the agent's value
     yield f"cwd={program.cwd}"
     if program.user.uid is not None:
-        yield "groups="
+        yield "groups="  # remove all supplementary groups
     if program.user.gid is not None:
         yield f"gid={program.user.gid}"
     if program.user.uid is not None:
         yield f"uid={program.user.uid}"
     yield f"exec={_path(program)}"
-    yield from (f"arg={each}" for each in program.argv)
+    yield from (f"arg={argument}" for argument in program.argv)
     yield from (f"env={name}={value}" for name, value in program.env.items())
 
 
@@ -688,10 +713,10 @@ def _path(program: Program) -> str:
 
 def spec_file(instructions: Iterator[str]) -> int:
     """Return a descriptor of an in-memory file with the instructions for ``keeper.c``."""
-    strings = [os.fsencode(each) for each in instructions]
-    if any(b"\0" in each for each in strings):  # the text after a NUL would be read as another instruction
+    strings = [os.fsencode(instruction) for instruction in instructions]
+    if any(b"\0" in string for string in strings):  # the text after a NUL would be read as another instruction
         raise OSError(errno.EINVAL, "an argument or variable contains a NUL")
-    content = b"".join(each + b"\0" for each in strings)
+    content = b"".join(string + b"\0" for string in strings)
     try:
         spec = os.memfd_create("spec", os.MFD_CLOEXEC | _NOT_EXECUTABLE)
     except OSError:  # the kernel is too old for the flag
@@ -705,7 +730,7 @@ _ARGUMENT: Final = {"cwd": "its directory", "uid": "its user", "gid": "its group
 
 
 def _cannot_run(program: Program, failure: StartFailure) -> HostError:
-    """Describe which step failed and why."""
+    """Return an error that says which step failed and why."""
     name, why = program.argv[0], os.strerror(failure.errno)
     if failure.step == "exec":
         if failure.errno == errno.ENOENT and os.path.exists(_path(program)):  # noqa: PTH110 - the path is a str

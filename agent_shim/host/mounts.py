@@ -1,6 +1,6 @@
 """Reads this process's mount table, and makes the system calls that change it.
 
-Calls raise :class:`HostError` with ``errno`` and a message that names both source and target. Only a trial
+Calls raise :class:`HostError` with ``errno`` and a message that says what was attempted. Only a trial
 (:func:`try_bind`) shows whether a container allows mounts, because neither the uid nor the capabilities reveal the
 effect of seccomp and AppArmor.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MOUNTINFO: Final = Path("/proc/self/mountinfo")
 
-# include/uapi/linux/mount.h
+# Constants from include/uapi/linux/mount.h.
 MS_RDONLY: Final = 1
 MS_REMOUNT: Final = 32
 MS_BIND: Final = 4096
@@ -68,16 +68,27 @@ def parse(table: bytes) -> list[Mount]:
     A line looks like ``36 35 98:0 /root /point rw tag:1 ... - ext4 /dev/root rw``. The number of tags varies, so a dash
     marks where they end.
     """
-    found = []
+    parsed = []
     for line in table.split(b"\n"):
         left, dash, right = line.partition(b" - ")
         head, tail = left.split(b" "), right.split(b" ")
         if dash and len(head) >= 6 and len(tail) >= 3 and head[0].isdigit() and head[1].isdigit():
             device, root, point, options = map(_text, head[2:6])
             kind, source, features = map(_text, tail[:3])
-            words = frozenset(options.split(",")), kind, source, frozenset(features.split(","))
-            found.append(Mount(int(head[0]), int(head[1]), device, root, Path(point), *words))
-    return found
+            parsed.append(
+                Mount(
+                    int(head[0]),
+                    int(head[1]),
+                    device,
+                    root,
+                    Path(point),
+                    frozenset(options.split(",")),
+                    kind,
+                    source,
+                    frozenset(features.split(",")),
+                )
+            )
+    return parsed
 
 
 def _text(field: bytes) -> str:
@@ -85,6 +96,7 @@ def _text(field: bytes) -> str:
     surrogates.
     """
     if b"\\" in field:
+        # ``& 0xFF``, because the pattern also accepts octal numbers that are too large for a byte.
         field = _ESCAPE.sub(lambda match: bytes([int(match[1], 8) & 0xFF]), field)
     return os.fsdecode(field)
 
@@ -102,14 +114,15 @@ def mount_of(path: Path, table: Sequence[Mount] | None = None) -> Mount | None:
     """
     real = path.resolve()
     ancestors = {real, *real.parents}
-    above = [mount for mount in (mounts() if table is None else table) if mount.point in ancestors]
-    known = {mount.number for mount in above}
-    found: Mount | None = None
-    children = [mount for mount in above if mount.parent not in known or mount.parent == mount.number]
+    candidates = [mount for mount in (mounts() if table is None else table) if mount.point in ancestors]
+    numbers = {mount.number for mount in candidates}
+    lowest: Mount | None = None
+    # Begin at the root mount, whose parent is either not in the table or the root mount itself.
+    children = [mount for mount in candidates if mount.parent not in numbers or mount.parent == mount.number]
     while children:
-        found = min(children, key=lambda mount: len(mount.point.parts))
-        children = [mount for mount in above if mount.parent == found.number != mount.number]
-    return found
+        lowest = min(children, key=lambda mount: len(mount.point.parts))
+        children = [mount for mount in candidates if mount.parent == lowest.number != mount.number]
+    return lowest
 
 
 def is_local(path: Path) -> bool:
@@ -164,7 +177,7 @@ def unmount(target: Path, *, lazy: bool = False) -> None:
 
 
 def make_private() -> None:
-    """Stop the propagation of mounts into and out of this namespace, for all mount points."""
+    """Stop mounts from propagating into and out of this namespace, for all mount points."""
     _mount(Path("none"), Path("/"), MS_REC | MS_PRIVATE, "make mounts private")
 
 
@@ -191,15 +204,17 @@ def try_bind(scratch: Path) -> None:
 
     with tempfile.TemporaryDirectory(prefix="bind-", dir=scratch) as name:
         bind(Path(name), Path(name))
-        unmount(Path(name), lazy=True)
+        unmount(Path(name), lazy=True)  # a process that is reading the directory would make a normal unmount fail
 
 
 def _mount(source: Path, target: Path, flags: int, what: str, *, kind: bytes = b"none", options: bytes = b"") -> None:
+    """Call mount(2). Raises ``HostError`` "cannot WHAT: why"."""
     if _libc().mount(os.fsencode(source), os.fsencode(target), kind, flags, options) != 0:
         raise _refused(what)
 
 
 def _refused(what: str) -> HostError:
+    """Return a ``HostError`` "cannot WHAT: why" for the system call that has just failed."""
     import ctypes
 
     code = ctypes.get_errno()
@@ -210,6 +225,7 @@ def _refused(what: str) -> HostError:
 
 @functools.cache
 def _libc() -> ctypes.CDLL:
+    """Return the C library, with the argument types of the functions that are called here."""
     import ctypes  # imported late, because it uses half a megabyte and most pods never need it
 
     libc = ctypes.CDLL(None, use_errno=True)

@@ -26,7 +26,9 @@ def is_installed() -> bool:
 
 
 async def replace(chains: str) -> None:
-    """Replace the table with one that has these chains. If this fails, keep the old table and raise ``HostError``."""
+    """Replace the table with one that contains ``chains``, a text in the syntax of ``nft``. If this fails, keep the old
+    table and raise ``HostError``.
+    """
     await _run(f"{_AWAY}table {TABLE} {{\n{chains}}}\n")
 
 
@@ -36,11 +38,12 @@ async def remove() -> None:
 
 
 async def look() -> None:
-    """List the tables to test whether this process may use nftables. Raise ``HostError`` if it may not."""
+    """List the tables to test whether this process is allowed to use nftables. Raise ``HostError`` if it is not."""
     await _run("list tables\n")
 
 
-async def _run(given: str) -> None:
+async def _run(commands: str) -> None:
+    """Run nft commands. Raises ``HostError`` if ``nft`` is not installed or a command fails."""
     if not is_installed():
         raise HostError(f"cannot set rules of the packet filter: {PROGRAM} is not installed")
-    await command.run(PROGRAM, "-f", "-", given=given, timeout=_TIMEOUT_S)
+    await command.run(PROGRAM, "-f", "-", given=commands, timeout=_TIMEOUT_S)

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 CLONE_NEWUSER: Final = 0x10000000
 CLONE_NEWPID: Final = 0x20000000
 _TIME_ERROR: Final = 5
+"""Result of adjtimex(2) if the clock is not synchronized."""
 _BROKEN: Final = 255
+"""Exit code of a child whose probe failed without an ``errno``."""
 
 
 def error_of(probe: Callable[..., object], *args: object) -> int:
-    """Run ``probe`` in a forked child process. Return its ``errno``, or 0 on success. Must not be called in a process
-    with several threads.
+    """Run ``probe`` in a forked child process. Return the ``errno`` with which it failed (EIO if there is none), or 0
+    on success. Must not be called in a process with several threads.
     """
     child = os.fork()
     if child == 0:
@@ -96,25 +98,25 @@ def write(directory: Path) -> None:
 
 
 def open_for_writing(path: Path) -> None:
-    """Open an existing file for writing, which a change in place requires."""
+    """Open an existing file for writing, as the agent does to change a file in place."""
     os.close(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
 
 
 def listen(host: str, port: int) -> None:
     """Listen for TCP connections on the IP address ``host`` and ``port``."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        one.bind((host, port))
-        one.listen()
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen()
 
 
 def listen_low() -> None:
-    """Listen on any free port below 1024."""
+    """Bind to a free port below 1024, which requires a privilege."""
     for port in range(1023, 1000, -1):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as bound:
             try:
-                one.bind(("127.0.0.1", port))
+                bound.bind(("127.0.0.1", port))
             except OSError as exc:
                 if exc.errno == errno.EADDRINUSE:
                     continue
@@ -133,8 +135,8 @@ def open_pidfd() -> None:
 
 
 def is_clock_synchronized() -> bool | None:
-    """Return True if the kernel's clock is synchronized with a time server, or None if that is unknown
-    (adjtimex(2)).
+    """Return True if the kernel's clock is synchronized with a time server, or None if that is unknown (adjtimex(2)).
+    The clock is only read, so no child process is needed.
     """
     import ctypes
 
@@ -143,6 +145,7 @@ def is_clock_synchronized() -> bool | None:
 
 
 def _checked(result: int) -> int:
+    """Return a system call's result. Raises ``OSError`` if the call failed."""
     if result < 0:
         import ctypes
 

@@ -7,8 +7,10 @@ decides their length (PR_SET_MM_MAP allows terabytes of arguments without any pr
 read by a thread, and if a process blocks this thread, that process is not read again until the blocked read has
 finished.
 
-If a process has exited, or we may not read one of its files, the result is empty. All other errors, such as a lack of
-descriptors, raise ``OSError``, because otherwise a running process would be mistaken for one that has exited.
+If a process has exited, or we are not allowed to read one of its files, the result is empty. All other errors, such as
+running out of descriptors, raise ``OSError``, because otherwise a running process would be mistaken for one that has
+exited. In ``open_files``, ``uses``, ``executable``, ``has_our_root`` and ``incarnation``, every error leads to an empty
+result.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ READ_TIMEOUT_S: Final = 2.0
 MAX_HUNG_READS: Final = 4
 """Maximum number of reads that may hang at the same time. While that many hang, ``of_each`` reads no other process."""
 _GONE: Final = frozenset({errno.ENOENT, errno.ESRCH, errno.EACCES, errno.EPERM, errno.EIO, errno.EFAULT})
-"""Errors that mean that a process is gone, that we may not read the file, or that a part of the process's arguments is
-not mapped.
+"""Errors that occur if a process has exited, if we are not allowed to read the file, or if a part of the process's
+arguments is not mapped.
 """
 
 
@@ -93,13 +95,14 @@ def parse(line: bytes) -> Stat:
     """Parse a stat line. The name may contain spaces and parentheses, so the fields are counted from the last
     parenthesis.
     """
-    number, _, rest = line.partition(b" (")
-    fields = rest.rpartition(b") ")[2].decode().split(None, 22)
-    state, parent, group, session, _, _, _, _, _, _, _, user, system, of_dead, of_dead_system, *fields = fields
+    pid, _, rest = line.partition(b" (")
+    fields = rest.rpartition(b") ")[2].decode().split(None, 22)  # the fields after ``resident`` are not needed
+    state, parent, group, session, _, _, _, _, _, _, _, user, system, reaped_user, reaped_system, *fields = fields
     _, _, threads, _, start, _, resident, *_ = fields
-    ticks, reaped, resident_kb = int(user) + int(system), int(of_dead) + int(of_dead_system), int(resident) * PAGE_KB
+    ticks, reaped = int(user) + int(system), int(reaped_user) + int(reaped_system)
+    resident_kb = int(resident) * PAGE_KB
     return Stat(
-        int(number),
+        int(pid),
         state,
         int(parent),
         int(group),
@@ -120,8 +123,8 @@ def stat(pid: int) -> Stat | None:
 
 def is_there(identity: tuple[int, int]) -> bool:
     """Return True if the process with this pid and start time is running."""
-    found = stat(identity[0])
-    return found is not None and found.is_alive and found.identity == identity
+    process = stat(identity[0])
+    return process is not None and process.is_alive and process.identity == identity
 
 
 def table() -> dict[int, Stat]:
@@ -132,41 +135,42 @@ def table() -> dict[int, Stat]:
 
 
 def small_table(limit: int) -> dict[int, Stat] | None:
-    """Like ``table``, read all processes if there are at most ``limit``. If there are more, return None without reading
-    any.
+    """Like ``table``, but return None if there are more than ``limit`` processes, because reading them all would block
+    the event loop for too long.
     """
     pids = _numbers("/proc", limit + 1)
     return _stats(map(int, pids)) if len(pids) <= limit else None
 
 
 def _stats(pids: Iterable[int]) -> dict[int, Stat]:
-    return {one.pid: one for pid in pids if (one := stat(pid)) is not None}
+    """Read the stat lines of ``pids``. The result is keyed by pid and leaves out processes that no longer exist."""
+    return {process.pid: process for pid in pids if (process := stat(pid)) is not None}
 
 
 def _numbers(directory: str, limit: int | None = None) -> list[str]:
     """Return the names of the directory's entries that are numbers, at most ``limit`` of them. Raises ``OSError``."""
     with os.scandir(directory) as entries:
-        return list(itertools.islice((each.name for each in entries if each.name.isdigit()), limit))
+        return list(itertools.islice((entry.name for entry in entries if entry.name.isdigit()), limit))
 
 
 def children(processes: Mapping[int, Stat]) -> dict[int, list[int]]:
     """Map each process that has children to the pids of its direct children."""
-    found: dict[int, list[int]] = {}
+    by_parent: dict[int, list[int]] = {}
     for process in processes.values():
-        found.setdefault(process.parent, []).append(process.pid)
-    return found
+        by_parent.setdefault(process.parent, []).append(process.pid)
+    return by_parent
 
 
 def descent(below: Mapping[int, list[int]], roots: Iterable[int]) -> set[int]:
     """Return ``roots`` and all their descendants. ``below`` is the result of ``children``."""
-    found: set[int] = set()
-    ahead = list(roots)
-    while ahead:
-        pid = ahead.pop()
-        if pid not in found:
-            found.add(pid)
-            ahead.extend(below.get(pid, ()))
-    return found
+    pids: set[int] = set()
+    pending = list(roots)
+    while pending:
+        pid = pending.pop()
+        if pid not in pids:
+            pids.add(pid)
+            pending.extend(below.get(pid, ()))
+    return pids
 
 
 def below(root: int) -> dict[int, Stat]:
@@ -179,40 +183,41 @@ def below(root: int) -> dict[int, Stat]:
     if not _has_children_files():
         processes = table()
         return {pid: processes[pid] for pid in descent(children(processes), [root]) if pid in processes and pid != root}
-    found: dict[int, Stat] = {}
-    ahead = _children_of(root)
-    while ahead:
-        pid = ahead.pop()
-        if pid not in found and (one := stat(pid)) is not None:
-            found[pid] = one
-            ahead.extend(_children_of(pid))
-    return found
+    descendants: dict[int, Stat] = {}
+    pending = _children_of(root)
+    while pending:
+        pid = pending.pop()
+        if pid not in descendants and (process := stat(pid)) is not None:
+            descendants[pid] = process
+            pending.extend(_children_of(pid))
+    return descendants
 
 
 def nearest(identity: tuple[int, int], roots: Collection[int]) -> int | None:
-    """Return the pid in ``roots`` that is the given process itself or its nearest ancestor. ``roots`` are pids of child
-    subreapers.
+    """Return the pid of a process's nearest ancestor in ``roots``. A process in ``roots`` counts as its own ancestor.
+    Return None if no ancestor is in ``roots``, or if the process is gone.
 
-    Return None if there is no such pid or the process is gone. ``identity`` is the pid and start time of the process.
+    ``identity`` is the pid and start time of the process. ``roots`` are pids of child subreapers, which remain
+    ancestors of a process even if its parent exits.
 
     A parent may exit at any time, and its pid may be reused. The parent's stat line is therefore used only if the child
     still has that parent afterwards, which shows that the line really was the parent's.
     """
-    here = stat(identity[0])
-    if here is None or here.identity != identity:
+    current = stat(identity[0])
+    if current is None or current.identity != identity:
         return None
-    while here.pid not in roots:
-        if here.parent <= 1:
+    while current.pid not in roots:
+        if current.parent <= 1:
             return None
-        above, again = stat(here.parent), stat(here.pid)
-        if again is None or again.identity != here.identity:
+        parent, again = stat(current.parent), stat(current.pid)
+        if again is None or again.identity != current.identity:
             # This ancestor has exited in the meantime, so its children have another parent. Start again from the given
             # process.
-            return nearest(identity, roots) if here.identity != identity else None
-        if above is None and again.parent == here.parent:
+            return nearest(identity, roots) if current.identity != identity else None
+        if parent is None and again.parent == current.parent:
             return None  # the kernel hides the parent from this user
-        here = above if above is not None and above.pid == again.parent else again
-    return here.pid
+        current = parent if parent is not None and parent.pid == again.parent else again
+    return current.pid
 
 
 @functools.cache
@@ -222,31 +227,32 @@ def _has_children_files() -> bool:
 
 
 def _children_of(pid: int) -> list[int]:
-    """Return the pids of the children of all of a process's threads."""
+    """Return the pids of a process's children, whichever of its threads is their parent."""
     try:
         threads = _numbers(f"/proc/{pid}/task")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return []
-    return [
-        int(each) for thread in threads for each in read(pid, f"task/{thread}/children", MAX_CHILDREN_BYTES).split()
-    ]
+    pids: list[int] = []
+    for thread in threads:
+        pids += map(int, read(pid, f"task/{thread}/children", MAX_CHILDREN_BYTES).split())
+    return pids
 
 
 def command_line(pid: int) -> str:
-    """Return the arguments joined with spaces, as monit matches them, or "" for a zombie or kernel thread. This
-    function blocks.
+    """Return a process's arguments, joined with spaces as in monit. The result is "" for a zombie or kernel thread.
+    This function blocks.
     """
     return command_lines([pid]).get(pid, "")
 
 
 def command_lines(pids: Collection[int]) -> dict[int, str]:
-    """Return the ``command_line`` of many processes, leaving out empty ones. This function blocks."""
-    found = of_each(pids, lambda pid: read(pid, "cmdline", MAX_COMMAND_LINE_BYTES).rstrip(b"\0"))
-    return {pid: line.replace(b"\0", b" ").decode(errors="replace") for pid, line in found.items() if line}
+    """Return the ``command_line`` of each process by pid, leaving out empty ones. This function blocks."""
+    lines = of_each(pids, lambda pid: read(pid, "cmdline", MAX_COMMAND_LINE_BYTES).rstrip(b"\0"))
+    return {pid: line.replace(b"\0", b" ").decode(errors="replace") for pid, line in lines.items() if line}
 
 
 def open_files(pid: int) -> int:
-    """Return how many files a process has open, or 0 if we are not allowed to read that."""
+    """Return how many files a process has open, or 0 if that cannot be read."""
     path = f"/proc/{pid}/fd"
     try:
         # Since Linux 6.2, the size of the directory is the number of open files.
@@ -256,11 +262,12 @@ def open_files(pid: int) -> int:
 
 
 def proportional_kb(pid: int) -> int:
-    """Return the memory in use, with shared pages divided among their users, or 0 if the kernel does not report it.
-    This function blocks.
+    """Return a process's memory, with each shared page divided by the number of processes that use it, or 0 if the
+    kernel does not report it. This function blocks.
     """
-    found = of_each([pid], lambda pid: read(pid, "smaps_rollup")).get(pid, b"")
-    return next((int(line.split()[1]) for line in found.splitlines() if line.startswith(b"Pss:")), 0)
+    # ``of_each`` is used for a single process, because reading this file may block (see its docstring).
+    text = of_each([pid], lambda pid: read(pid, "smaps_rollup")).get(pid, b"")
+    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith(b"Pss:")), 0)
 
 
 class Use(NamedTuple):
@@ -279,17 +286,18 @@ def uses(pids: Collection[int], is_wanted: Callable[[str], bool], devices: Colle
     """
 
     def of_one(pid: int) -> Iterator[Use]:
-        about = f"/proc/{pid}"
+        directory = f"/proc/{pid}"
         with suppress(OSError):
-            yield from filter(None, (found(kind, f"{about}/{kind}") for kind in ("cwd", "root", "exe")))
-            with os.scandir(f"{about}/fd") as entries:
-                yield from filter(None, (found("fd", each.path) for each in entries))
+            yield from filter(None, (found(kind, f"{directory}/{kind}") for kind in ("cwd", "root", "exe")))
+            with os.scandir(f"{directory}/fd") as entries:
+                yield from filter(None, (found("fd", entry.path) for entry in entries))
         with suppress(OSError):
-            if Path(about, "ns/mnt").samefile("/proc/self/ns/mnt"):
+            if Path(directory, "ns/mnt").samefile("/proc/self/ns/mnt"):
                 paths = dict.fromkeys(parse_maps(read(pid, "maps", MAX_MAPS_BYTES)))
                 yield from (Use("map", path) for path in paths if is_wanted(path))
 
     def found(kind: str, link: str) -> Use | None:
+        """Return a ``Use`` for the file to which ``link`` refers, or None if the file is not wanted."""
         try:
             path = os.readlink(link)  # noqa: PTH115 - twice as fast
             return Use(kind, path) if is_wanted(path) and os.stat(link).st_dev in devices else None  # noqa: PTH116
@@ -300,6 +308,7 @@ def uses(pids: Collection[int], is_wanted: Callable[[str], bool], devices: Colle
 
 
 def parse_maps(maps: bytes) -> Iterator[str]:
+    """Yield the path of each file mapping in ``/proc/PID/maps``."""
     for line in maps.split(b"\n"):
         _, slash, rest = os.fsdecode(line).partition("/")
         if slash:
@@ -314,8 +323,8 @@ def name(pid: int) -> str:
 
 
 def executable(pid: int) -> str:
-    """Return the path of the program that a process executes, or "" if there is no such process or we lack the
-    permission.
+    """Return the path of the program that a process executes, or "" if that cannot be read, for example because there
+    is no such process or we do not have permission.
     """
     try:
         return str(Path(f"/proc/{pid}/exe").readlink())
@@ -329,13 +338,13 @@ def user(pid: int) -> int | None:
     The process's name precedes the uid in ``status``, and the kernel escapes only newlines in the name. A carriage
     return must therefore not be treated as the start of a line.
     """
-    _, is_there, rest = read(pid, "status").partition(b"\nUid:")
-    return int(rest.split(None, 1)[0]) if is_there else None
+    _, label, rest = read(pid, "status").partition(b"\nUid:")
+    return int(rest.split(None, 1)[0]) if label else None
 
 
 def has_our_root(pid: int) -> bool:
     """Return True if a process has the same root directory as this process. Return False if the root is different
-    or the kernel hides it.
+    or the kernel hides it, as for PID 1 in a container that shares the host's pids.
     """
     try:
         return Path(f"/proc/{pid}/root").samefile("/")
@@ -351,7 +360,7 @@ def groups(pid: int) -> dict[str, str]:
 
 
 def parse_groups(text: str) -> dict[str, str]:
-    """Parse lines like ``4:memory:/a`` (version 1) and ``0::/a`` (version 2)."""
+    """Parse ``/proc/PID/cgroup``, whose lines look like ``4:memory:/a`` (version 1) or ``0::/a`` (version 2)."""
     paths: dict[str, str] = {}
     for line in filter(None, text.split("\n")):
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -364,7 +373,8 @@ def incarnation() -> str:
     differs between namespaces, so pids that were recorded at different times can be compared if the identifiers are
     equal.
 
-    The inode of a namespace may be reused, so the start time of its first process is part of the identifier.
+    The inode of a namespace may be reused, so the start time of its first process is part of the identifier. The result
+    is "" if the kernel hides the boot id or the namespace.
     """
     try:
         namespace = Path("/proc/self/ns/pid").stat().st_ino
@@ -382,7 +392,7 @@ def boot_id() -> str:
 
 
 def read(pid: int, name: str, limit: int = MAX_KERNEL_BYTES) -> bytes:
-    """Read the first ``limit`` bytes of ``/proc/PID/NAME``. Return b"" if the process is gone or we lack the
+    """Read the first ``limit`` bytes of ``/proc/PID/NAME``. Return b"" if the process is gone or we do not have
     permission.
     """
     content = b""
@@ -398,24 +408,24 @@ def read(pid: int, name: str, limit: int = MAX_KERNEL_BYTES) -> bytes:
 
 
 _blocked: dict[int, threading.Thread] = {}  # noqa: TID251 - see ``of_each``
-"""Threads that hang because the process that they read blocks them, by the pid of that process."""
+"""Threads that are blocked by the process whose files they read, by the pid of that process."""
 
 
 def of_each(pids: Iterable[int], work: Callable[[int], T]) -> dict[int, T]:
-    """Call ``work`` with the pid of each process, in a separate thread, and return the results by pid. Raises the
-    ``OSError`` of ``work``, and ``OSError`` (EAGAIN) if no thread can be started.
+    """Call ``work`` with the pid of each process, in a separate thread, and return the results by pid. An ``OSError``
+    from ``work`` is raised here too. If no thread can be started, raises ``OSError`` (EAGAIN).
 
     If reading a process blocks the thread, that process is missing from the result. Later calls skip it too, until the
-    blocked thread has finished.
+    blocked thread has finished. While ``MAX_HUNG_READS`` threads are blocked, no more processes are read.
     """
     for pid in [pid for pid, reader in list(_blocked.items()) if not reader.is_alive()]:
         _blocked.pop(pid, None)
     answers: dict[int, Future[T]] = {pid: Future() for pid in pids if pid not in _blocked}
-    ahead = iter(list(answers))  # shared, so that the next reader skips a process that blocks
-    found: dict[int, T] = {}
+    remaining = iter(list(answers))  # shared, so that the next reader skips a process that blocks
+    results: dict[int, T] = {}
 
     def read_on() -> None:
-        for pid in ahead:
+        for pid in remaining:
             try:
                 answers[pid].set_result(work(pid))
             except OSError as exc:
@@ -426,15 +436,17 @@ def of_each(pids: Iterable[int], work: Callable[[int], T]) -> dict[int, T]:
         if reader is None:
             if len(_blocked) >= MAX_HUNG_READS:
                 break
+            # This is the first reader, or it replaces one that hangs.
             reader = threading.Thread(target=read_on, name="reads of processes", daemon=True)  # noqa: TID251 - no event loop
             try:
                 reader.start()
             except RuntimeError as exc:
                 raise OSError(errno.EAGAIN, str(exc)) from None
         try:
-            found[pid] = answer.result(READ_TIMEOUT_S)
+            results[pid] = answer.result(READ_TIMEOUT_S)
         except TimeoutError:
             logger.warning("process %d blocks its readers: its arguments and open files are not read", pid)
-            _blocked[pid], reader = reader, None
-    deque(ahead, maxlen=0)  # a reader that is still blocked then finds nothing left to read
-    return found
+            _blocked[pid] = reader
+            reader = None
+    deque(remaining, maxlen=0)  # a reader that is still blocked then finds nothing left to read
+    return results

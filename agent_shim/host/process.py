@@ -1,13 +1,13 @@
 """Starts, watches and signals processes. Each process is identified by a pidfd and its start time, because the kernel
 reuses pids.
 
-Every child is reaped by ``reap``. It is called when the child's pidfd becomes readable, and by ``host.reaper``. It
-passes the exit status to every ``Process`` with that pid. No other module may fork, because a child that this module
-does not know is treated as an adopted orphan, and its status is discarded.
+Every child is reaped by ``reap``, which passes the exit status to every ``Process`` with the child's pid. It is called
+when the child's pidfd becomes readable, and by ``host.reaper``. In the agent's process, no other module may fork,
+because a child that this module does not know about is treated as an adopted orphan, and its status is discarded.
 
-All functions must be called on the event loop's thread. Starting a process blocks the loop until the exec, for about
-half a millisecond. The child does not change its user before the exec, because other processes of that user could stop
-it and thereby block the loop.
+All functions except ``send``, ``spawned`` and ``is_spawned`` must be called on the event loop's thread. Starting a
+process blocks the loop until the exec, for about half a millisecond. The child does not change its user before the
+exec, because other processes of that user could stop it and thereby block the loop.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ KILL_TIMEOUT_S: Final = 10.0
 abandoned.
 """
 
-# include/uapi/linux/pidfd.h: struct pidfd_info, version 0 (64 bytes: mask, cgroup id, eleven ids, exit code).
+# Constants from include/uapi/linux/pidfd.h, for version 0 of struct pidfd_info, which has 64 bytes: a mask, a cgroup
+# id, eleven other ids, and the exit code.
 _PIDFD_GET_INFO: Final = 0xC040FF0B
 _PIDFD_INFO_EXIT: Final = 8
 _STATUS_DELAYS_S: Final = (0.001, 0.004, 0.016, 0.064)
@@ -60,7 +61,7 @@ _watched: dict[int, list[Process]] = {}
 are reaped in one place.
 """
 _spawned: dict[int, int] = {}
-"""Maps the pid of each child that ``spawn`` started and that has not been reaped yet to its start ticks."""
+"""Start ticks by pid, for all children that ``spawn`` started and that have not been reaped yet."""
 _files_of_children: Final[list[tuple[int, int]]] = []
 """The open-file limits for children. The list is empty until ``raise_file_limit`` has raised the limits of this
 process.
@@ -77,11 +78,11 @@ class KeeperProtocol(Protocol):
         """List the living descendants. This method blocks."""
 
     def adopt(self, pid: int) -> Process | None:
-        """Watch another descendant. Return None in the same cases as the ``adopt`` function."""
+        """Watch a descendant of the keeper. Return None in the same cases as the ``adopt`` function."""
 
 
 class Process:
-    """One process. Its exit is noticed (and if it is our child, it is reaped) even if no task waits for it."""
+    """One process. The exit is noticed, and a child is reaped, even if no task waits for the process."""
 
     def __init__(
         self,
@@ -107,12 +108,14 @@ class Process:
         """
         self._keeper = keeper
         self._asking: asyncio.Task[None] | None = None
+        """The task that asks the keeper for the status, while it runs."""
         self._leads = leads
         self._pidfd = pidfd
         self._status: int | None = None
         self._over = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        """The next poll, or the next attempt to read the status from the kernel."""
         if is_over:
             return
         _watched.setdefault(self.pid, []).append(self)
@@ -131,8 +134,8 @@ class Process:
             return False
         if self._pidfd is not None:
             return not _is_readable(self._pidfd)
-        found = proc.stat(self.pid)
-        return found is not None and found.is_alive and found.start_ticks == self.start_ticks
+        stat = proc.stat(self.pid)
+        return stat is not None and stat.is_alive and stat.start_ticks == self.start_ticks
 
     @property
     def is_over(self) -> bool:
@@ -170,12 +173,13 @@ class Process:
         if not self._leads:
             self.send(sig)
         elif is_spawned(self.identity) or self.is_alive:
+            # The kernel reports EPERM only if we are not allowed to signal any process in the group.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, sig)
 
     def adopt_child(self, pid: int) -> Process | None:
-        """Watch a process that this one started, even if the keeper has become its parent. Return None in the same
-        cases as ``adopt``.
+        """Watch a process that was started by this ``Process``, even if the keeper has become its parent. Return None
+        in the same cases as ``adopt``.
         """
         return adopt(pid) if self._keeper is None else self._keeper.adopt(pid)
 
@@ -183,13 +187,16 @@ class Process:
         """Send SIGTERM to the group, then SIGKILL after ``grace`` seconds or on cancellation. Return the status of the
         process once the group is gone.
 
-        If the process is our child, the rest of its group is killed as soon as it exits. If it is under a keeper, the
-        rest of its group gets the whole grace period.
+        If the group still exists ``KILL_TIMEOUT_S`` after SIGKILL, return anyway. The result is None if the process
+        itself is still running.
+
+        If the process is our child, the rest of its group is killed as soon as the process exits. Under a keeper, the
+        rest of the group gets the whole grace period.
         """
         self.is_ending = True
         await self._signal_group(signal.SIGTERM)
-        # Do not use asyncio.timeout. Before Python 3.11.3 it never expires in a task that is being cancelled, as
-        # callers may be.
+        # Do not use asyncio.timeout, because the calling task may be in the middle of a cancellation. Before Python
+        # 3.11.3, the timeout never expires in such a task.
         gone = asyncio.ensure_future(self._group_ended())
         try:
             await asyncio.wait({gone}, timeout=grace)
@@ -214,6 +221,7 @@ class Process:
                 _watched.pop(self.pid, None)
 
     async def _group_ended(self) -> None:
+        """Wait until the process and, under a keeper, the rest of its group have exited."""
         await self.wait()
         while await self._left_of_group():  # noqa: ASYNC110 - members of a group send no event
             await asyncio.sleep(POLL_S)
@@ -221,8 +229,9 @@ class Process:
     async def _signal_group(self, sig: int) -> None:
         """Like ``send_group``, but under a keeper the signal also reaches a group that has outlived its leader."""
         self.send_group(sig)
-        for member in [] if self.is_alive else await self._left_of_group():
-            send(member.identity, sig)
+        if not self.is_alive:
+            for member in await self._left_of_group():
+                send(member.identity, sig)
 
     async def _left_of_group(self) -> list[proc.Stat]:
         """Return the living members of the process group if it is under a keeper, otherwise an empty list. Under a
@@ -235,6 +244,7 @@ class Process:
 
     def _poll(self) -> None:
         """Check periodically whether a process without a pidfd has exited."""
+        # Schedule the next check first, because ``is_alive`` raises an error while no descriptor is free.
         self._timer = self._loop.call_later(POLL_S, self._poll)
         if not self.is_alive:
             self._timer.cancel()
@@ -247,8 +257,11 @@ class Process:
         self._collect()
 
     def _collect(self, attempt: int = 0) -> None:
-        """Reap the process, or ask the kernel for the status if its parent has reaped it."""
-        if self.is_over or reap(self.pid):
+        """Get the status of the exited process: reap it if it is our child, otherwise ask its keeper or the kernel.
+
+        ``attempt`` is the number of earlier attempts to ask the kernel.
+        """
+        if self.is_over or reap(self.pid):  # reap has called _finish
             return
         if self._keeper is not None:
             self._asking = self._loop.create_task(self._ask_keeper(self._keeper), name=f"status of {self.pid}")
@@ -267,16 +280,18 @@ class Process:
             status = await keeper.status_of(self.identity)
         if status is None:
             status = _exit_info(self._pidfd)
-        self._asking = None
+        self._asking = None  # this is the current task, which ``release`` would cancel
         self.release()
         self._finish(status)
 
     def _finish(self, status: int | None) -> None:
+        """Store the exit status, and wake the tasks that are waiting for it."""
         self._forget()
         self._status = status
         self._over.set()
 
     def _forget(self) -> None:
+        """Cancel the task and the timer, and close the pidfd."""
         if self._asking is not None:
             self._asking.cancel()
         if self._timer is not None:
@@ -300,8 +315,8 @@ def spawn(
 ) -> Process:
     """Run a program without a shell, in a new session.
 
-    In the agent's session, the program could use the agent's terminal. It could also join another program's process
-    group and receive that group's signals.
+    The new session keeps the program from using the agent's terminal, and from joining another program's process group
+    and receiving that group's signals.
 
     A stream of None means ``/dev/null``, and a path is opened for appending. ``executable`` is the file to execute if
     it is not ``argv[0]``. ``inherited`` lists additional descriptors, which keep their numbers. Raises ``HostError``
@@ -311,8 +326,8 @@ def spawn(
     with contextlib.ExitStack() as opened:
         try:
             out, err = (
-                opened.enter_context(closing(guarded.open_log(each, 0o640))) if isinstance(each, Path) else each
-                for each in (stdout, stderr)
+                opened.enter_context(closing(guarded.open_log(stream, 0o640))) if isinstance(stream, Path) else stream
+                for stream in (stdout, stderr)
             )
             popen = subprocess.Popen(
                 argv,
@@ -345,7 +360,7 @@ def spawn(
 def adopt(pid: int, start_ticks: int | None = None, keeper: KeeperProtocol | None = None) -> Process | None:
     """Watch a running process. Return None if it is gone, is a zombie, or did not start at ``start_ticks``.
 
-    ``keeper`` is asked for the status of the process once it has exited.
+    ``keeper`` provides the status of the process once it has exited.
     """
     pidfd = _open(pid)
     try:
@@ -369,7 +384,7 @@ def adopt(pid: int, start_ticks: int | None = None, keeper: KeeperProtocol | Non
 
 def ended(identity: tuple[int, int], status: int | None, keeper: KeeperProtocol | None = None) -> Process:
     """Return a ``Process`` that has already exited. ``status`` is None if it is unknown. If ``keeper`` is given, the
-    process led a group, and ``keeper`` is asked for the members that remain.
+    process led a group, and the keeper lists the members that remain.
     """
     pid, start_ticks = identity
     stat = proc.Stat(pid, "X", 0, pid, pid, 0, start_ticks, 0)  # only the pid and the start time are used
@@ -379,10 +394,10 @@ def ended(identity: tuple[int, int], status: int | None, keeper: KeeperProtocol 
 
 
 def default_signals() -> None:
-    """If this process's parent ignored or blocked signals (nohup, ``&``), prevent children from doing the same. Such
-    children could not be stopped.
+    """Keep children from ignoring or blocking the signals that this process's parent ignored or blocked (nohup, ``&``).
+    Such children could not be stopped.
 
-    This process continues to ignore these signals, but by means of a handler, which exec resets to the default action.
+    This process still ignores the same signals, but with a handler, which exec resets to the default action.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in signal.valid_signals():
@@ -434,16 +449,17 @@ CORE_LIMIT_BYTES: Final = 1
 
 
 def disable_core_dumps(*, for_good: bool = False) -> None:
-    """Disable core dumps, because they would contain secrets. Jobs inherit the soft limit, as on a stemcell, and may
-    raise it.
+    """Disable core dumps, because they would contain secrets. Jobs inherit the soft limit, as on a stemcell, and are
+    allowed to raise it.
 
     If ``for_good`` is set, the hard limit is lowered too, so that no child can raise the limit again.
     """
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    # A limit of 0 does not prevent core dumps to a pipe, so raise a hard limit of 0, which only root can do.
     try:
-        most = CORE_LIMIT_BYTES if for_good or hard == 0 else hard
-        resource.setrlimit(resource.RLIMIT_CORE, (CORE_LIMIT_BYTES, most))
-    except ValueError:  # the hard limit is lower, so disable at least core files
+        new_hard = CORE_LIMIT_BYTES if for_good or hard == 0 else hard
+        resource.setrlimit(resource.RLIMIT_CORE, (CORE_LIMIT_BYTES, new_hard))
+    except ValueError:  # only root can raise a hard limit of 0, which at least prevents core files
         resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
@@ -454,7 +470,7 @@ def raise_file_limit() -> None:
     limits, because they are meant for the jobs.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard - 1:
+    if soft < hard - 1:  # see ``_raised``
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, _raised((soft, hard)))
             _files_of_children[:] = [(soft, hard)]
@@ -475,7 +491,7 @@ def file_limits_of_children() -> tuple[int, int] | None:
 
 def _raised(limits: tuple[int, int]) -> tuple[int, int]:
     """Return the raised limits for this process. The soft limit is one below the hard limit, so that they can be
-    distinguished from limits that another program has set.
+    distinguished from limits that another program set.
     """
     return limits[1] - 1, limits[1]
 
@@ -508,19 +524,19 @@ async def send_all(processes: Collection[tuple[int, int]], sig: int, timeout: fl
     """
 
     def living() -> set[tuple[int, int]]:
-        found = (proc.stat(pid) for pid, _ in processes)
-        return {one.identity for one in found if one is not None and one.is_alive and one.identity in processes}
+        stats = (proc.stat(pid) for pid, _ in processes)
+        return {stat.identity for stat in stats if stat is not None and stat.is_alive and stat.identity in processes}
 
     give_up_at = time.monotonic() + timeout
-    await asyncio.to_thread(lambda: [send(each, sig) for each in processes])
+    await asyncio.to_thread(lambda: [send(identity, sig) for identity in processes])
     while (processes := await asyncio.to_thread(living)) and time.monotonic() <= give_up_at:  # noqa: ASYNC110 - they are not our children
         await asyncio.sleep(POLL_S / 4)
     return processes
 
 
 def reap(pid: int) -> bool:
-    """Reap a dead child and pass its status to every ``Process`` with its pid. Return False if the pid is not a dead
-    child.
+    """Reap a dead child and pass its status to every ``Process`` with its pid. Return False if ``pid`` does not belong
+    to a dead child.
     """
     try:
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -529,29 +545,33 @@ def reap(pid: int) -> bool:
     if info is None:
         return False
     watching = _watched.pop(pid, [])
-    for each in watching:
-        if each.is_ending:  # until the process is reaped, its pid cannot be the id of another group
-            each.send_group(signal.SIGKILL)
+    for watcher in watching:
+        # A process that is being terminated takes the rest of its group with it. Signal the group before reaping,
+        # because until then, the pid cannot be the id of another group.
+        if watcher.is_ending:
+            watcher.send_group(signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED)
     _spawned.pop(pid, None)
     status = info.si_status if info.si_code == os.CLD_EXITED else 128 + info.si_status
-    for each in watching:
-        each._finish(status)  # noqa: SLF001 - same module
+    for watcher in watching:
+        watcher._finish(status)  # noqa: SLF001 - same module
     return True
 
 
 def spawned() -> set[int]:
-    """Return the pids of the processes that ``spawn`` started and that have not been reaped yet."""
+    """Return the pids of the processes that ``spawn`` started and that have not been reaped yet. The supervisor leaves
+    them out when it looks for orphans of killed keepers.
+    """
     return set(_spawned)
 
 
 def is_spawned(identity: tuple[int, int]) -> bool:
-    """Return True if ``spawn`` started this process, and False for an orphan of one of its children."""
+    """Return True if the process was started with ``spawn``, and False if it is an adopted orphan."""
     return _spawned.get(identity[0]) == identity[1]
 
 
 def _ignore(number: int, frame: object) -> None:
-    """A signal handler that does nothing, in place of ``SIG_IGN``."""
+    """A signal handler that does nothing, used instead of ``SIG_IGN``."""
 
 
 def _open(pid: int) -> int | None:
@@ -565,6 +585,7 @@ def _open(pid: int) -> int | None:
 
 
 def _send(pidfd: int | None, pid: int, sig: int) -> bool:
+    """Send a signal with a pidfd or, if that is None, with the pid. Return False if the process is gone."""
     try:
         if pidfd is None:
             os.kill(pid, sig)
@@ -585,10 +606,12 @@ def _is_readable(pidfd: int) -> bool:
 
 
 def _exit_info(pidfd: int | None) -> int | None:
-    """Return the status of a process that another process has reaped (Linux 6.15 and later)."""
+    """Return the status of a process that another process has reaped: its exit code, or 128+N for signal N. Return None
+    if the kernel does not report it, which is always the case before Linux 6.15.
+    """
     if pidfd is None:
         return None
-    words = array.array("I", bytes(64))
+    words = array.array("I", bytes(64))  # struct pidfd_info as 32-bit words: the mask comes first, the exit code last
     words[0] = _PIDFD_INFO_EXIT
     try:
         fcntl.ioctl(pidfd, _PIDFD_GET_INFO, words)
@@ -596,12 +619,13 @@ def _exit_info(pidfd: int | None) -> int | None:
         return None
     if not words[0] & _PIDFD_INFO_EXIT:
         return None
-    return 128 + code if (code := words[15] & 0x7F) else words[15] >> 8 & 0xFF
+    number, code = words[15] & 0x7F, words[15] >> 8 & 0xFF  # the signal's number is in the low bits, as for wait(2)
+    return 128 + number if number else code
 
 
 def _cannot_run(program: str, exc: OSError) -> HostError:
-    """Describe why ``Popen`` could not execute the program or enter the directory."""
-    if exc.filename not in (None, program):
+    """Return an error that says why ``Popen`` could not execute the program or enter the directory."""
+    if exc.filename not in (None, program):  # the error is about the working directory or a log file
         return files.failed(f"run {program} with {exc.filename}", exc)
     if exc.errno == errno.ENOENT and os.path.exists(program):  # noqa: PTH110 - the path is a str
         return files.failed(f"run {program}", OSError(exc.errno, "the interpreter that it names is missing"))

@@ -1,10 +1,11 @@
 """Runs a program in a new pseudo-terminal, and copies bytes between it and the caller's terminal.
 
 A job's program with access to an operator's terminal could push commands into it (TIOCSTI) that the operator's shell
-would run as root, and could change the terminal's settings permanently. The program therefore never gets a descriptor
-of that terminal: each standard stream that is a terminal is replaced by the pseudo-terminal, and the other streams are
-inherited. Keys, window size and hang-up are passed on to the program, its output is passed back, and the caller's
-terminal is restored at the end. All functions block, so only commands may call them.
+would run as root, and could change the terminal's settings permanently. Except in ``in_terminal``, the program
+therefore never gets a descriptor of that terminal: each standard stream that is a terminal is replaced by the
+pseudo-terminal, and the other streams are inherited. Keys, window size and hang-up are passed on to the program, its
+output is passed back, and the caller's terminal is restored at the end. All functions block, so only commands may call
+them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Final, TypeAlias
 from agent_shim.host.descriptors import closing
 
 Argv: TypeAlias = Callable[[int | None], tuple[list[str], int]]
+"""See ``run``."""
 
 CHUNK_BYTES: Final = 64 * 1024
 POLL_MS: Final = 200
@@ -36,7 +38,7 @@ exited, because the program's children may keep the terminal open.
 HANG_UP_TIMEOUT_S: Final = 5.0
 """How long the program may run after a hang-up before it gets SIGKILL."""
 
-# include/uapi/asm-generic/ioctls.h
+# Constants from include/uapi/asm-generic/ioctls.h.
 _LOCK_SLAVE: Final = 0x40045431
 _OPEN_SLAVE: Final = 0x5441
 
@@ -65,25 +67,27 @@ def run(argv: Argv, pid: int) -> int:
             # The program itself creates the session and makes the pseudo-terminal its controlling terminal.
             stdin, stdout, stderr = (slave if number in terminals else None for number in (0, 1, 2))
             program = subprocess.Popen(command, pass_fds=[inherited], stdin=stdin, stdout=stdout, stderr=stderr)
+        # The pseudo-terminal's output is shown on the first of stdout, stderr and stdin that is a terminal.
         _relay(master, program, hang_ups, keys=0 in terminals, out=1 if 1 in terminals else terminals[-1])
     os.close(master)  # this hangs up the pseudo-terminal
     try:
-        return _code(program.wait(_time_left([*hang_ups, time.monotonic()])))
+        return _code(program.wait(_time_left([*hang_ups, time.monotonic()])))  # the close counts as a hang-up too
     except subprocess.TimeoutExpired:
         program.kill()
         return _code(program.wait())
 
 
 INTERRUPTED: Final = 128 + signal.SIGINT
+"""Result of ``in_terminal`` if Ctrl-C has ended the program."""
 
 
 def in_terminal(argv: list[str]) -> int:
     """Run a trusted program such as strace, never a job's, in the caller's own terminal. Return its exit code, or 128+N
     if signal N killed it. Raises ``OSError``.
 
-    From then on, this process survives SIGINT, so that Ctrl-C interrupts only the program. If the program has not
-    exited a while later, it is killed. For example, strace hangs, and keeps the traced process stopped, if that process
-    is in a vfork.
+    From then on, this process survives SIGINT, so that Ctrl-C interrupts only the program. If the program is still
+    running ``HANG_UP_TIMEOUT_S`` seconds after Ctrl-C, it is killed. This is necessary because strace hangs, and keeps
+    the traced process stopped, if that process is in a vfork.
     """
     is_killed = False
 
@@ -103,13 +107,13 @@ def in_terminal(argv: list[str]) -> int:
 
 def open_pair(root: str) -> tuple[int, int]:
     """Open both ends of a pseudo-terminal in the devpts mounted at ``root``/dev/pts. Raises ``OSError``."""
-    with closing(os.open(f"{root}/dev/pts/ptmx", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)) as held:
-        status = os.fstat(held)
-        if not stat.S_ISCHR(status.st_mode) or status.st_rdev != os.makedev(5, 2):
+    with closing(os.open(f"{root}/dev/pts/ptmx", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)) as path_fd:
+        status = os.fstat(path_fd)
+        if not stat.S_ISCHR(status.st_mode) or status.st_rdev != os.makedev(5, 2):  # the device number of a ptmx is 5:2
             raise OSError(errno.ENODEV, "it makes no terminals", f"{root}/dev/pts/ptmx")
-        master = os.open(f"/proc/self/fd/{held}", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+        master = os.open(f"/proc/self/fd/{path_fd}", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        fcntl.ioctl(master, _LOCK_SLAVE, bytes(4))
+        fcntl.ioctl(master, _LOCK_SLAVE, bytes(4))  # the number 0 unlocks it
         return master, fcntl.ioctl(master, _OPEN_SLAVE, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
     except BaseException:
         os.close(master)
@@ -122,33 +126,36 @@ def _code(code: int) -> int:
 
 
 def _time_left(hang_ups: list[float]) -> float:
-    """Return how many seconds the program may still run, given the times of the hang-ups so far."""
+    """Return how many more seconds the program may run. Without a hang-up, this is infinity."""
     return max(0.0, hang_ups[0] + HANG_UP_TIMEOUT_S - time.monotonic()) if hang_ups else math.inf
 
 
 def _relay(master: int, program: subprocess.Popen[bytes], hang_ups: list[float], *, keys: bool, out: int) -> None:
-    """Copy keys and output until the program has exited or the operator's terminal is gone. After a hang-up, which a
-    signal handler adds to ``hang_ups``, send the program SIGHUP, and stop copying after ``HANG_UP_TIMEOUT_S`` seconds.
+    """Copy output to the descriptor ``out`` and, if ``keys`` is set, keys from standard input, until the program has
+    exited or the operator's terminal is gone.
+
+    A signal handler adds the time of each hang-up to ``hang_ups``. After a hang-up, the program is sent SIGHUP, and
+    copying stops ``HANG_UP_TIMEOUT_S`` seconds later.
 
     While the program does not read its input, no more keys are read, but its output is still copied.
     """
     os.set_blocking(master, False)
-    poll, typed, told = select.poll(), b"", 0
+    poll, typed, forwarded_hang_ups = select.poll(), b"", 0
     while True:
         poll.register(master, select.POLLIN | (select.POLLOUT if typed else 0))
         if keys:
-            poll.register(0, 0 if typed else select.POLLIN)  # poll always reports a hang-up
-        if len(hang_ups) > told:
-            told = len(hang_ups)
+            poll.register(0, 0 if typed else select.POLLIN)  # poll reports a hang-up even with 0
+        if len(hang_ups) > forwarded_hang_ups:
+            forwarded_hang_ups = len(hang_ups)
             program.send_signal(signal.SIGHUP)
             program.send_signal(signal.SIGCONT)  # a stopped program could not react
         has_ended = program.poll() is not None
         ready = dict(poll.poll(0 if has_ended else POLL_MS))
-        if has_ended and not ready.get(master, 0) & ~select.POLLOUT:
+        if has_ended and not ready.get(master, 0) & ~select.POLLOUT:  # no output is left
             return
         if not _time_left(hang_ups):
             return
-        for descriptor in [each for each, events in ready.items() if events & ~select.POLLOUT]:
+        for descriptor in [number for number, events in ready.items() if events & ~select.POLLOUT]:
             try:
                 chunk = os.read(descriptor, CHUNK_BYTES)
             except OSError:
@@ -168,6 +175,7 @@ def _relay(master: int, program: subprocess.Popen[bytes], hang_ups: list[float],
 
 
 def _write(descriptor: int, chunk: bytes) -> None:
+    """Write a whole chunk. Errors are ignored."""
     with contextlib.suppress(OSError):
         while chunk:
             chunk = chunk[os.write(descriptor, chunk) :]
@@ -211,4 +219,5 @@ def _signals(terminal: int, master: int, hang_ups: list[float]) -> Iterator[None
 
 
 def _copy_size(terminal: int, master: int) -> None:
+    """Give the pseudo-terminal the window size of the operator's terminal (struct winsize has 8 bytes)."""
     fcntl.ioctl(master, termios.TIOCSWINSZ, fcntl.ioctl(terminal, termios.TIOCGWINSZ, bytes(8)))

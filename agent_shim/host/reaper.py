@@ -18,7 +18,7 @@ from agent_shim.host import process
 
 logger = logging.getLogger(__name__)
 
-PR_SET_CHILD_SUBREAPER: Final = 36  # include/uapi/linux/prctl.h
+PR_SET_CHILD_SUBREAPER: Final = 36  # from include/uapi/linux/prctl.h
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def reaping() -> Iterator[None]:
     loop.add_signal_handler(signal.SIGCHLD, _reap_all)
     # Do not warn when thousands of exits fill the loop's signal buffer, because one signal in the buffer is enough.
     signal.set_wakeup_fd(signal.set_wakeup_fd(-1), warn_on_full_buffer=False)
-    _reap_all()
+    _reap_all()  # reap children that exited before the handler was installed
     try:
         yield
     finally:
@@ -52,6 +52,7 @@ def _reap_all() -> None:
 
 
 def _subreaper(*, on: bool) -> bool:
+    """Start or stop adopting orphaned descendants (prctl(2)). Return True on success."""
     import ctypes  # imported late, because it takes half a megabyte
 
     return bool(ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) == 0)

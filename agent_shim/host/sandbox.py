@@ -61,7 +61,7 @@ def exec_spec(argv: Sequence[str], **members: object) -> sandbox_exec.ExecSpec:
     """Return a spec that executes ``argv`` as the current user without confinement, except that ``members`` replace
     these defaults.
     """
-    made: sandbox_exec.ExecSpec = {
+    defaults: sandbox_exec.ExecSpec = {
         "argv": list(argv),
         "env": {},
         "cwd": "/",
@@ -80,12 +80,12 @@ def exec_spec(argv: Sequence[str], **members: object) -> sandbox_exec.ExecSpec:
         "enter": None,
         "terminal": None,
     }
-    return {**made, **members}  # type: ignore[typeddict-item]
+    return {**defaults, **members}  # type: ignore[typeddict-item]
 
 
 def launcher() -> list[str]:
-    """Return a command to which the number of a descriptor has to be appended. The command reads a spec from that
-    descriptor and executes the program in the spec.
+    """Return a command that reads a spec from a descriptor and executes the program in the spec. The caller has to
+    append the descriptor's number.
     """
     return [sys.executable, "-I", "-S", "-c", _PROGRAM]
 
@@ -107,7 +107,7 @@ async def prepared(spec: sandbox_exec.ExecSpec, start: Start) -> AsyncIterator[p
     with ours:
         ours.setblocking(False)
         with theirs:
-            started = await start([*launcher(), "0"], theirs.fileno())
+            started = await start([*launcher(), "0"], theirs.fileno())  # it reads the spec from its standard input
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(PREPARE_TIMEOUT_S):
@@ -120,11 +120,11 @@ async def prepared(spec: sandbox_exec.ExecSpec, start: Start) -> AsyncIterator[p
             raise HostError(f"cannot isolate it: no answer within {PREPARE_TIMEOUT_S:g} seconds") from None
         yield started
         with contextlib.suppress(ConnectionError):
-            await loop.sock_sendall(ours, b"\n")
+            await loop.sock_sendall(ours, b"\n")  # execute the program
 
 
 async def _child(parent: process.Process, gate: socket.socket) -> process.Process:
-    """Adopt and return the child that ``parent`` has created with clone(2).
+    """Adopt and return the child that ``parent`` created with clone(2).
 
     ``parent`` sends the child's pid, or an error message, over ``gate``.
     """
@@ -134,7 +134,9 @@ async def _child(parent: process.Process, gate: socket.socket) -> process.Proces
     number = re.match(rb"\d+", report)
     child = parent.adopt_child(int(number[0])) if number else None
     if child is None:
-        why = report[number.end() :] or await loop.sock_recv(gate, 4096) if number else report
+        why = report
+        if number:  # the child has already exited, and its error message follows the pid
+            why = report[number.end() :] or await loop.sock_recv(gate, 4096)
         raise HostError(f"cannot {why.decode(errors='replace') or f'isolate it: exit {status}'}")
     return child
 
@@ -153,15 +155,15 @@ async def _try_namespaces() -> str:
     """
     if os.geteuid() != 0:
         return "only root can create namespaces"
-    binds = [bind_mount(each, run=True) for each in SYSTEM] + [bind_mount("/sys")]
-    wanted = exec_spec([PROBE_PROGRAM], uid=OVERFLOW_UID, gid=OVERFLOW_UID, binds=binds, namespaces=list(NAMESPACES))
+    binds = [bind_mount(directory, run=True) for directory in SYSTEM] + [bind_mount("/sys")]
+    spec = exec_spec([PROBE_PROGRAM], uid=OVERFLOW_UID, gid=OVERFLOW_UID, binds=binds, namespaces=list(NAMESPACES))
 
     async def start(argv: Sequence[str], stdin: int) -> process.Process:
         return process.spawn(argv, env={}, stdin=stdin, stderr=errors)
 
     with closing(os.memfd_create("errors")) as errors:
         try:
-            async with prepared(wanted, start) as running:
+            async with prepared(spec, start) as running:
                 pass
             async with asyncio.timeout(PREPARE_TIMEOUT_S):  # another process of the same user could stop the probe
                 status = await running.wait_or_terminate(0.0)

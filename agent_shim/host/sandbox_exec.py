@@ -2,14 +2,15 @@
 
 This is a separate program, started with ``sandbox.launcher``, so that the daemon runs none of this code between fork
 and exec. Finally, it executes the job's program, which keeps the pid. If ``has_init`` is set, an init keeps the pid
-instead and runs the program as its child. The ``FD`` argument is a descriptor from which the ``ExecSpec`` is read as a
-line of JSON. If a step fails, it is reported on stderr, the job's program is not run, and the exit code is 127.
+instead and runs the program as its child. The argument is the number of a descriptor from which the ``ExecSpec`` is
+read as a line of JSON. If a step fails, it is reported on stderr, the job's program is not run, and the exit code is
+127.
 
 If ``gate`` is set, descriptor 0 is a socket. The peer receives the pid (as text) if it differs from that of this
 program, or the reason for a failure, and sends one byte to let the program run. If the peer closes the socket, this
 process exits.
 
-Every mount source is opened once, before any privilege is dropped, and links are followed only if root created them.
+Every mount source is opened before any privilege is dropped, and links are followed only if root created them.
 Mounts and Landlock rules are then created from the open descriptors, because a job can replace a directory at any time,
 but cannot change which directory an open descriptor refers to.
 
@@ -38,33 +39,33 @@ from agent_shim.host import trusted_path
 
 FAILED: Final = 127
 
-# include/uapi/linux/prctl.h, capability.h
+# Constants from include/uapi/linux/prctl.h and capability.h.
 _CAPBSET_READ, _CAPBSET_DROP, _KEEPCAPS, _CHILD_SUBREAPER, _NO_NEW_PRIVS, _AMBIENT = 23, 24, 8, 36, 38, 47
 _AMBIENT_RAISE, _AMBIENT_CLEAR = 2, 4
 _CAPABILITY_VERSION: Final = 0x20080522
 _SYS_ADMIN: Final = 21
 
-# System calls since 5.1 have the same numbers on every architecture.
+# System calls added since Linux 5.1 have the same numbers on every architecture.
 _OPEN_TREE, _MOVE_MOUNT, _CLONE3, _MOUNT_SETATTR = 428, 429, 435, 442
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 
-# include/uapi/linux/sched.h
+# Constants from include/uapi/linux/sched.h.
 _NAMESPACES: Final[Mapping[str, int]] = {"mnt": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "pid": 0x20000000}
 _CLONE_PARENT: Final = 0x8000
 
-# include/uapi/linux/mount.h, fcntl.h
+# Constants from include/uapi/linux/mount.h and fcntl.h.
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_SLAVE, _MS_SHARED = 1 << 12, 1 << 14, 1 << 18, 1 << 19, 1 << 20
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV, _ATTR_NOEXEC = 1, 2, 4, 8
 _OPEN_TREE_CLONE, _MOVE_FROM_FD, _MOVE_ONTO_FD, _MNT_DETACH = 1, 4, 0x40, 2
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
 
-# include/uapi/linux/landlock.h
+# Constants from include/uapi/linux/landlock.h.
 _PATH_BENEATH: Final = 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _REFER, _TRUNCATE = 1 << 13, 1 << 14
 _EVERYTHING: Final = (1 << 15) - 1
-_OF_FILES: Final = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
+_FILE_RIGHTS: Final = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _SCOPE_SIGNAL: Final = 2
 """Flag that forbids signals to processes outside the sandbox (since Landlock version 6). Abstract sockets are not
 restricted, because they belong to the network, which bpm processes share.
@@ -163,6 +164,7 @@ def _step(what: str) -> Iterator[None]:
 
 
 def _describe(exc: OSError) -> str:
+    """Return ``PATH: REASON``, or only the reason if the error has no path."""
     return f"{exc.filename}: {exc.strerror}" if exc.filename else exc.strerror or str(exc)
 
 
@@ -175,7 +177,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if not spec["gate"]:
             _close_input(descriptor)
-        if spec["enter"] is None:
+        if spec["enter"] is None:  # otherwise, the child that executes the program takes the terminal
             _take_terminal(spec)
         with _step("join a cgroup"):
             _join(spec["cgroups"])
@@ -184,14 +186,14 @@ def main(arguments: Sequence[str]) -> int:
         rules = []
         if spec["namespaces"]:
             child = _unshare(spec)
-            if child:
+            if child:  # this is the original process, whose only remaining task is to report the pid
                 os.write(descriptor, b"%d" % child)
                 return 0
         elif spec["binds"] is not None:
             with _step("open what bpm.yml shows"):
                 rules = _rules(spec["binds"])
         if spec["gate"]:
-            if not is_open and os.read(descriptor, 1) == b"":
+            if not is_open and os.read(descriptor, 1) == b"":  # the peer has closed the socket
                 return FAILED
             _close_input(descriptor)
         _become(spec, rules)
@@ -213,8 +215,8 @@ def _read(descriptor: int) -> tuple[ExecSpec, bool]:
     text = b""
     while b"\n" not in text and (chunk := os.read(descriptor, 65536)):
         text += chunk
-    line, _, more = text.partition(b"\n")
-    return json.loads(line), bool(more)
+    line, _, rest = text.partition(b"\n")
+    return json.loads(line), bool(rest)
 
 
 def _close_input(descriptor: int) -> None:
@@ -228,12 +230,14 @@ def _close_input(descriptor: int) -> None:
 
 
 def _join(groups: Iterable[str]) -> None:
+    """Move this process into the cgroups whose directories are listed in ``groups``."""
     for group in groups:
         with open(f"{group}/cgroup.procs", "w") as file:
-            file.write("0")
+            file.write("0")  # 0 means the process that writes
 
 
 def _become(spec: ExecSpec, rules: Sequence[tuple[int, int]] = ()) -> None:
+    """Apply the rest of the spec to this process: limits, user, capabilities, directory and Landlock ``rules``."""
     with _step("set its limits"):
         _set_limits(spec["limits"])
         reset_oom_score()
@@ -241,7 +245,7 @@ def _become(spec: ExecSpec, rules: Sequence[tuple[int, int]] = ()) -> None:
         if not spec["keeps_privileges"]:
             _drop_bounding(spec["capabilities"])
         if spec["capabilities"]:
-            _prctl(_KEEPCAPS, 1)
+            _prctl(_KEEPCAPS, 1)  # keep capabilities when the user changes
     if spec["uid"] is not None and spec["gid"] is not None:
         with _step(f"become user {spec['uid']}"):
             os.setgroups([])
@@ -273,14 +277,14 @@ def _run(spec: ExecSpec) -> NoReturn:
 
 
 def _set_limits(limits: Mapping[str, int]) -> None:
-    """Set each limit, but not above the current hard limit."""
+    """Set each limit, but not above the current hard limit. A lower value than requested is reported on stderr."""
     for name, value in limits.items():
-        which = getattr(resource, name)
+        number = getattr(resource, name)
         try:
-            resource.setrlimit(which, (value, value))
+            resource.setrlimit(number, (value, value))
         except (OSError, ValueError):
-            hard = resource.getrlimit(which)[1]
-            resource.setrlimit(which, (hard, hard))
+            hard = resource.getrlimit(number)[1]
+            resource.setrlimit(number, (hard, hard))
             sys.stderr.write(f"agent-shim: {name} is {hard}, the hard limit, instead of {value}\n")
 
 
@@ -310,6 +314,7 @@ def _set_capabilities(wanted: Sequence[int]) -> None:
     mask = sum(1 << number for number in wanted)
     low, high = mask & 0xFFFFFFFF, mask >> 32
     header = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITY_VERSION, 0))
+    # The low 32 bits of the effective, permitted and inheritable sets come first, then the high 32 bits of all three.
     data = ctypes.create_string_buffer(struct.pack("6I", low, low, low, high, high, high))
     _prctl(_AMBIENT, _AMBIENT_CLEAR)
     _checked(_libc().capset(header, data), "capset")
@@ -322,7 +327,7 @@ def _set_capabilities(wanted: Sequence[int]) -> None:
 
 def _unshare(spec: ExecSpec) -> int:
     """Clone a sibling of this process into new namespaces. The sibling's root file system contains only the bind
-    mounts. Like fork, this returns 0 in the new process and its pid in this one.
+    mounts. Like fork, this returns 0 in the new process, and the new process's pid in this one.
     """
     binds = spec["binds"] or []
     with _step("share a volume"):
@@ -330,6 +335,7 @@ def _unshare(spec: ExecSpec) -> int:
             if bind["shared"]:
                 make_shared(bind["source"])
     flags = _CLONE_PARENT | functools.reduce(int.__or__, (_NAMESPACES[name] for name in spec["namespaces"]))
+    # struct clone_args: the flags and seven numbers that are not used.
     arguments = ctypes.create_string_buffer(struct.pack("8Q", flags, *[0] * 7))
     with _step("create namespaces"):
         child = _checked(_libc().syscall(_CLONE3, arguments, ctypes.c_size_t(64)), "")
@@ -343,27 +349,28 @@ def _unshare(spec: ExecSpec) -> int:
 def make_shared(path: str) -> None:
     """Make a mount point shared, so that mounts below it propagate to every namespace that contains it.
 
-    ``path`` is opened only once. The mount is created on the open directory, so it does not matter if ``path`` is
-    replaced later.
+    If ``path`` is not a mount point yet, it is first bind-mounted on itself. An open descriptor is used for this, so
+    that a job cannot redirect the mount by replacing ``path``.
     """
-    held = trusted_path.hold(path)
+    path_fd = trusted_path.hold(path)
     try:
-        path_of_fd = f"/proc/self/fd/{held}"
-        with open(f"/proc/self/fdinfo/{held}", "rb") as file:
+        path_of_fd = f"/proc/self/fd/{path_fd}"
+        with open(f"/proc/self/fdinfo/{path_fd}", "rb") as file:
             number = next(line.split()[1] for line in file if line.startswith(b"mnt_id:"))
         with open("/proc/self/mountinfo", "rb") as file:
             fields = next((fields for line in file if (fields := line.split())[0] == number), [])
-        there = os.readlink(path_of_fd)  # noqa: PTH115 - only this would need pathlib
-        is_mounted = len(fields) > 4 and _unescaped(fields[4]) == there
+        # Field 4 is the mount point, and the optional fields begin with field 6.
+        directory = os.readlink(path_of_fd)  # noqa: PTH115 - only this would need pathlib
+        is_mounted = len(fields) > 4 and _unescaped(fields[4]) == directory
         if not is_mounted:
             _mount(path_of_fd, path_of_fd, None, _MS_BIND | _MS_REC)
-            os.close(held)
-            held = trusted_path.hold(path)  # the first descriptor refers to the directory under the new mount
-            path_of_fd = f"/proc/self/fd/{held}"
+            os.close(path_fd)
+            path_fd = trusted_path.hold(path)  # the first descriptor refers to the directory under the new mount
+            path_of_fd = f"/proc/self/fd/{path_fd}"
         if not is_mounted or not any(field.startswith(b"shared:") for field in fields[6:]):
             _mount(None, path_of_fd, None, _MS_SHARED | _MS_REC)
     finally:
-        os.close(held)
+        os.close(path_fd)
 
 
 def _unescaped(field: bytes) -> str:
@@ -380,10 +387,10 @@ def _is_our_link(path: str) -> bool:
     its own links at any moment.
     """
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError:  # the path need not exist outside the new root
         return False
-    return stat.S_ISLNK(found.st_mode) and found.st_uid == os.getuid()
+    return stat.S_ISLNK(status.st_mode) and status.st_uid == os.getuid()
 
 
 def _make_root(binds: Sequence[BindMount], *, is_masked: bool) -> None:
@@ -393,13 +400,13 @@ def _make_root(binds: Sequence[BindMount], *, is_masked: bool) -> None:
     first, because the new root hides the old one. A bind mount at ``/`` becomes the root itself, and the others are
     mounted on top.
     """
-    nodes = [BindMount(path=each, source=each, write=True, run=False, shared=False) for each in _NODES]
-    shown = sorted([*binds, *nodes], key=lambda bind: bind["path"].count("/"))  # parents before their children
-    trees = {bind["path"]: tree for bind in shown if (tree := _tree(bind, is_masked=is_masked)) is not None}
+    nodes = [BindMount(path=node, source=node, write=True, run=False, shared=False) for node in _NODES]
+    mounts = sorted([*binds, *nodes], key=lambda bind: bind["path"].count("/"))  # parents before their children
+    trees = {bind["path"]: tree for bind in mounts if (tree := _tree(bind, is_masked=is_masked)) is not None}
     # A parent mount may contain a link at the path of a bind mount, as in /var/vcap/jobs. In that case, the mount is
     # created at the link's target.
-    below = [path for path in trees if any(path.startswith(f"{each}/") for each in trees)]
-    ends = {path: os.path.realpath(path) for path in below if _is_our_link(path)}
+    nested = [path for path in trees if any(path.startswith(f"{parent}/") for parent in trees)]
+    link_targets = {path: os.path.realpath(path) for path in nested if _is_our_link(path)}
     is_writable = any(bind["write"] for bind in binds if bind["path"] == "/")
     root = trees.pop("/", None)
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
@@ -417,16 +424,19 @@ def _make_root(binds: Sequence[BindMount], *, is_masked: bool) -> None:
     umask = os.umask(0o022)
     for kind, path, flags, options in _KERNEL:
         _make_point(path[1:], is_directory=True)
+        # A kernel without POSIX message queues cannot mount an mqueue.
         with contextlib.suppress(OSError) if kind == "mqueue" else contextlib.nullcontext():
             _mount(kind, path[1:], kind, flags, options)
     for path, tree in trees.items():
         if root is None or path.startswith("/dev/"):  # do not modify a directory that was requested as the root
-            for each in {path, ends.get(path, path)}:
-                _make_point(each[1:], is_directory=stat.S_ISDIR(os.fstat(tree).st_mode))
+            for point in {path, link_targets.get(path, path)}:
+                _make_point(point[1:], is_directory=stat.S_ISDIR(os.fstat(tree).st_mode))
     for path, target in _LINKS.items():
         with contextlib.suppress(FileExistsError):
             os.symlink(target, path[1:])  # noqa: PTH211 - only this would need pathlib
     os.umask(umask)
+    # With two equal arguments, pivot_root(2) needs no directory for the old root: it mounts the old root over the new
+    # one, where it can be unmounted.
     _checked(_libc().pivot_root(b".", b"."), "pivot_root")
     _checked(_libc().umount2(b".", _MNT_DETACH), "umount")
     os.chdir("/")
@@ -440,7 +450,8 @@ def _make_root(binds: Sequence[BindMount], *, is_masked: bool) -> None:
 
 def _tree(bind: BindMount, *, is_masked: bool) -> int | None:
     """Clone the mount tree at a bind mount's source, and set its mount attributes. If ``is_masked`` is set, setuid bits
-    in it have no effect. Return None if the source does not exist.
+    in it have no effect. Device files can be used only below ``/dev``. Unless the bind mount is shared, later mounts
+    outside propagate into the tree, but not the other way round. Return None if the source does not exist.
     """
     try:
         tree = _open_tree(bind["source"])
@@ -454,30 +465,32 @@ def _tree(bind: BindMount, *, is_masked: bool) -> int | None:
 
 
 def _open_tree(path: str) -> int:
-    held = trusted_path.hold(path)
+    """Clone the mount tree at ``path`` without mounting the clone anywhere, and return its descriptor."""
+    path_fd = trusted_path.hold(path)
     try:
         flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_RECURSIVE | _AT_EMPTY_PATH
-        return _checked(_libc().syscall(_OPEN_TREE, held, b"", flags), "mount", path)
+        return _checked(_libc().syscall(_OPEN_TREE, path_fd, b"", flags), "mount", path)
     finally:
-        os.close(held)
+        os.close(path_fd)
 
 
 def _set_attributes(tree: int, path: str, attributes: int, propagation: int = 0) -> None:
-    """Set attributes of a whole mount tree, or of the single mount at ``path``."""
+    """Set attributes of the whole mount tree ``tree`` or, if ``path`` is not empty, of the single mount at ``path``."""
+    # struct mount_attr: the attributes to set and to clear, the propagation, and a user namespace.
     values = ctypes.create_string_buffer(struct.pack("4Q", attributes, 0, propagation, 0))
     flags = 0 if path else _AT_EMPTY_PATH | _AT_RECURSIVE
-    found = _libc().syscall(_MOUNT_SETATTR, tree, path.encode(), flags, values, ctypes.c_size_t(32))
-    _checked(found, "mount_setattr", path)
+    result = _libc().syscall(_MOUNT_SETATTR, tree, path.encode(), flags, values, ctypes.c_size_t(32))
+    _checked(result, "mount_setattr", path)
 
 
 def _attach(tree: int, path: str) -> None:
     """Mount a tree at ``path``. The target is an open descriptor, because a job may replace a path that it can write
     to.
     """
-    held = trusted_path.hold(path)
+    path_fd = trusted_path.hold(path)
     flags = _MOVE_FROM_FD | _MOVE_ONTO_FD
-    _checked(_libc().syscall(_MOVE_MOUNT, tree, b"", held, b"", flags), "mount", path)
-    os.close(held)
+    _checked(_libc().syscall(_MOVE_MOUNT, tree, b"", path_fd, b"", flags), "mount", path)
+    os.close(path_fd)
     os.close(tree)
 
 
@@ -517,7 +530,7 @@ def _enter(spec: ExecSpec, pid: int) -> int:
         _become(spec)
         _run(spec)
     null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
+    for stream in (0, 1, 2):  # keep no copies, so that a reader gets EOF when the program closes its output
         os.dup2(null, stream)
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda sig, _: os.kill(child, sig))
@@ -525,7 +538,7 @@ def _enter(spec: ExecSpec, pid: int) -> int:
 
 
 def _run_below_init(spec: ExecSpec) -> None:
-    """Prepare to run the program under an init, as release scripts expect. This returns in the process that has to
+    """Prepare to run the program under an init, as release scripts expect. Returns in the process that has to
     execute the program.
 
     If none of ``inits`` can be executed, this process becomes the init: it forwards signals to the program alone, reaps
@@ -536,7 +549,7 @@ def _run_below_init(spec: ExecSpec) -> None:
     if not os.access(program, os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), program)
     if os.getpid() != 1:
-        _prctl(_CHILD_SUBREAPER, 1)  # kept across exec, but not inherited by a fork
+        _prctl(_CHILD_SUBREAPER, 1)  # the init keeps this across exec, but the program does not inherit it
     for init in spec["inits"]:
         if os.access(init, os.X_OK):
             spec["argv"] = [init, "--", *spec["argv"]]
@@ -545,12 +558,12 @@ def _run_below_init(spec: ExecSpec) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, everything)
     child = os.fork()
     if child == 0:
-        os.setpgid(0, 0)
+        os.setpgid(0, 0)  # otherwise, it would get a terminal's signals twice
         if spec["terminal"] is not None:
             os.tcsetpgrp(spec["terminal"], os.getpid())  # would stop this process if SIGTTOU were not blocked
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
-    for descriptor in (0, 1, 2):
+    for descriptor in (0, 1, 2):  # keep no copies, so that a reader gets EOF when the program closes its output
         os.close(descriptor)
     while True:
         number = signal.sigwait(everything)
@@ -564,6 +577,7 @@ def _run_below_init(spec: ExecSpec) -> None:
 
 
 def _take_terminal(spec: ExecSpec) -> None:
+    """Create a session whose controlling terminal is the spec's ``terminal``, if there is one."""
     if spec["terminal"] is not None:
         with _step("take the terminal"):
             os.setsid()
@@ -571,6 +585,7 @@ def _take_terminal(spec: ExecSpec) -> None:
 
 
 def _exit_code(status: int) -> int:
+    """Convert a wait status to an exit code, or to 128+N for signal N."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
@@ -580,12 +595,12 @@ def _exit_code(status: int) -> int:
 
 def landlock_version() -> int:
     """Return the kernel's Landlock version, or 0 if Landlock is missing or a sandbox forbids its use."""
-    version: int = _libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
+    version: int = _libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)  # 1 asks only for the version
     return max(0, version)
 
 
 def _rules(binds: Sequence[BindMount]) -> list[tuple[int, int]]:
-    """Open the sources and return a Landlock rule for each: descriptor and access rights. Paths that do not exist are
+    """Open the sources, and return a Landlock rule (descriptor and access rights) for each. Paths that do not exist are
     skipped.
 
     Listing is allowed for all directories, because Landlock cannot allow it only for the parent directories of a
@@ -601,19 +616,21 @@ def _rules(binds: Sequence[BindMount]) -> list[tuple[int, int]]:
 
 def _restrict(rules: Sequence[tuple[int, int]], *, may_signal: bool) -> None:
     """Restrict this process to the files below the descriptors in ``rules``, and close these descriptors. Unless
-    ``may_signal`` is set, also forbid signals to processes outside the sandbox.
+    ``may_signal`` is set, also forbid signals to processes outside the sandbox, if the kernel supports this (Landlock
+    version 6).
     """
     version = landlock_version()
     everything = _EVERYTHING & ~(_REFER if version < 2 else 0) & ~(_TRUNCATE if version < 3 else 0)
+    # struct landlock_ruleset_attr: file rights, network rights and scopes. Older versions do not have the last fields.
     fields = struct.pack("QQQ", everything, 0, 0 if version < 6 or may_signal else _SCOPE_SIGNAL)
     size = 8 if version < 4 else 16 if version < 6 else 24
     attributes = ctypes.create_string_buffer(fields[:size])
     ruleset = _checked(_libc().syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(size), 0), "Landlock")
-    for held, allowed in rules:
-        is_directory = stat.S_ISDIR(os.fstat(held).st_mode)
-        rule = struct.pack("=Qi", allowed & everything & (-1 if is_directory else _OF_FILES), held)
+    for descriptor, allowed in rules:
+        is_directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        rule = struct.pack("=Qi", allowed & everything & (_EVERYTHING if is_directory else _FILE_RIGHTS), descriptor)
         _checked(_libc().syscall(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.create_string_buffer(rule), 0), "Landlock")
-        os.close(held)
+        os.close(descriptor)
     _checked(_libc().syscall(_RESTRICT_SELF, ruleset, 0), "Landlock")
     os.close(ruleset)
 
@@ -623,20 +640,26 @@ def _restrict(rules: Sequence[tuple[int, int]], *, may_signal: bool) -> None:
 
 @functools.cache
 def _libc() -> Any:
+    """Return the C library."""
     return ctypes.CDLL(None, use_errno=True)
 
 
 def _prctl(option: int, *values: int) -> None:
+    """Call prctl(2), with 0 for the arguments that are not given. Raises ``OSError``."""
     words = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
     _checked(_libc().prctl(option, *words), f"prctl {option}")
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    given = [None if text is None else text.encode(errors="surrogateescape") for text in (source, target, kind)]
-    _checked(_libc().mount(*given, ctypes.c_ulong(flags), options.encode() or None), "mount", target)
+    """Call mount(2). Raises ``OSError`` with the target."""
+    encoded = [None if text is None else text.encode(errors="surrogateescape") for text in (source, target, kind)]
+    _checked(_libc().mount(*encoded, ctypes.c_ulong(flags), options.encode() or None), "mount", target)
 
 
 def _checked(result: int, what: str, path: str | None = None) -> int:
+    """Return a system call's result. If the call failed, raise ``OSError`` with ``path`` as the file name, or with
+    ``what`` if there is no path.
+    """
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), path or what)

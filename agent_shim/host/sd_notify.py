@@ -59,7 +59,7 @@ class Notifier(msgspec.Struct, frozen=True):
 
 
 def from_environment(environ: MutableMapping[str, str] = os.environ) -> Notifier:
-    """Create a notifier from the variables that systemd has set for this process, and remove them from ``environ``."""
+    """Create a notifier from the variables that systemd set for this process, and remove them from ``environ``."""
     address = environ.pop("NOTIFY_SOCKET", "")
     period, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
     is_ours = period.isdigit() and pid in ("", str(os.getpid()))

@@ -40,7 +40,8 @@ def _make_place(place: Path, tree: Path) -> None:
     To do this, a tmpfs is mounted over the parent of ``place``. The tmpfs contains ``place``, and bind mounts of the
     parent's other entries.
     """
-    parent, copy = place.parent, tree / ".parent"
+    parent = place.parent
+    copy = tree / ".parent"  # where the tmpfs is filled before it is moved to ``parent``
     copy.mkdir(exist_ok=True)
     mounts.mount_tmpfs(copy)
     for entry in parent.iterdir():

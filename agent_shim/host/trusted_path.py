@@ -23,45 +23,45 @@ def hold(path: str | os.PathLike[str], *, make: int | None = None) -> int:
     """Return an ``O_PATH`` descriptor of the file at ``path``, without opening the file. Raises ``OSError`` with the
     path.
 
-    If ``make`` is given, missing directories are created, the last one with this mode and those above it with 0777
-    minus the umask. In that case, the last component must not be a link. The path is opened one directory at a time, so
-    a link that replaces a directory is either refused or comes too late to have an effect.
+    If ``make`` is given, missing directories are created, and the last component must not be a link. ``make`` is the
+    mode of the last directory. Those above it get 0777 minus the umask. The path is opened one directory at a time, so
+    a link that replaces a directory is either rejected or comes too late to have an effect.
     """
     top, rest = start(path)
     links = 0
-    here = os.open(top, os.O_PATH | os.O_CLOEXEC)
+    current = os.open(top, os.O_PATH | os.O_CLOEXEC)
     try:
         while rest:
             name = rest.popleft()
             if make is not None:
                 with suppress(FileExistsError):
-                    os.mkdir(name, 0o777 if rest else make, dir_fd=here)
-            below = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+                    os.mkdir(name, 0o777 if rest else make, dir_fd=current)
+            entry = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
             try:
-                if stat.S_ISLNK((status := os.fstat(below)).st_mode):
+                if stat.S_ISLNK((status := os.fstat(entry)).st_mode):
                     links += 1
                     if links > _MAX_LINKS:
                         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
                     if make is not None and not rest:
                         raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-                    refuse_link(name, status, os.fstat(here))
-                    target = os.readlink("", dir_fd=below)
+                    refuse_link(name, status, os.fstat(current))
+                    target = os.readlink("", dir_fd=entry)
                     rest.extendleft(name for name in reversed(target.split("/")) if name not in ("", "."))
-                    after = os.open("/" if target.startswith("/") else ".", os.O_PATH | os.O_CLOEXEC, dir_fd=here)
-                    os.close(below)
-                    below = after
+                    followed = os.open("/" if target.startswith("/") else ".", os.O_PATH | os.O_CLOEXEC, dir_fd=current)
+                    os.close(entry)
+                    entry = followed
             except BaseException:
-                os.close(below)
+                os.close(entry)
                 raise
-            os.close(here)
-            here = below
+            os.close(current)
+            current = entry
     except OSError as exc:
-        os.close(here)
+        os.close(current)
         raise OSError(exc.errno, exc.strerror, os.fspath(path)) from exc
     except BaseException:
-        os.close(here)
+        os.close(current)
         raise
-    return here
+    return current
 
 
 def start(path: str | os.PathLike[str]) -> tuple[str, deque[str]]:
@@ -90,16 +90,20 @@ def refuse_link(name: str, link: os.stat_result, directory: os.stat_result) -> N
     ``chown -R``.
     """
     trusted = trusted_users()
-    is_open = bool(directory.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
-    if directory.st_uid in trusted and not is_open:
+    is_writable_by_others = bool(directory.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    if directory.st_uid in trusted and not is_writable_by_others:
         return
     if link.st_uid not in trusted:
         raise OSError(errno.ELOOP, f"the path contains a link, {name!a}, of user {link.st_uid}")
-    is_sticky = is_open and directory.st_mode & stat.S_ISVTX
+    # In a sticky directory of a trusted user, others can neither replace nor move root's links.
+    is_sticky = is_writable_by_others and directory.st_mode & stat.S_ISVTX
+    # An agent that is not root runs jobs as its own user, so this check would not protect it.
     if os.geteuid() == 0 and not (directory.st_uid in trusted and is_sticky):
         raise OSError(errno.ELOOP, f"the path contains a link, {name!a}, in a directory that others may write")
 
 
 def trusted_users() -> set[int]:
-    """Return the users whose links are followed: root, this user, and the overflow user of a user namespace."""
+    """Return the users whose links are followed: root, this user, and in a user namespace the overflow user, who
+    appears as the owner of files that belong to the host's root.
+    """
     return {0, os.geteuid()} | ({user_namespace.overflow_user()} if user_namespace.is_inside() else set())

@@ -12,13 +12,13 @@ def is_inside(uid_map: str = "/proc/self/uid_map") -> bool:
     the kernel does not support user namespaces.
     """
     try:
-        with open(uid_map) as found:
-            return found.read().split() != _WHOLE_RANGE
+        with open(uid_map) as file:
+            return file.read().split() != _WHOLE_RANGE
     except FileNotFoundError:
         return False
 
 
 def overflow_user() -> int:
     """Return the uid that the kernel shows for all users without a mapping."""
-    with open("/proc/sys/kernel/overflowuid") as found:
-        return int(found.read())
+    with open("/proc/sys/kernel/overflowuid") as file:
+        return int(file.read())

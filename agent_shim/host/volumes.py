@@ -1,5 +1,5 @@
-"""Makes volumes visible at a second path in addition to the path at which the container runtime has mounted them. This
-uses a bind mount or, where bind mounts are forbidden, a link.
+"""Makes volumes visible at a second path in addition to the path at which the container runtime mounted them. This uses
+a bind mount or, where bind mounts are forbidden, a link. Also finds everything that keeps a volume in use.
 
 The volume itself, its mount and its propagation are never changed. Only mounts and links that this module created are
 removed. All functions block. Failures raise ``HostError`` with ``errno``.
@@ -58,22 +58,22 @@ def shows(place: Path, volume: Path) -> bool:
 
 
 def can_bind(scratch: Path) -> bool:
-    """Return True if this container may create bind mounts. This is tested by creating one below ``scratch`` in a new
-    mount namespace.
+    """Return True if this container is allowed to create bind mounts. This is tested by creating one below ``scratch``
+    in a new mount namespace.
     """
-    allowed = []
+    successes: list[bool] = []
 
     def attempt() -> None:
         with suppress(OSError):
             mounts.leave_mount_namespace()
             mounts.try_bind(scratch)
-            allowed.append(True)
+            successes.append(True)
 
     # The new mount namespace belongs to this thread alone and is removed when the thread ends.
     trial = threading.Thread(target=attempt, name="can_bind")  # noqa: TID251 - needs a new thread
     trial.start()
     trial.join()
-    return bool(allowed)
+    return bool(successes)
 
 
 def show(volume: Path, place: Path, *, bind: bool) -> None:
@@ -83,7 +83,7 @@ def show(volume: Path, place: Path, *, bind: bool) -> None:
     if shows(place, volume):
         return
     if bind:
-        if place.is_symlink():  # a container with fewer privileges created it
+        if place.is_symlink():  # created by an earlier container with fewer privileges
             files.remove_tree(place)
         if not place.exists():
             files.make_dir(place, 0o700)
@@ -92,7 +92,7 @@ def show(volume: Path, place: Path, *, bind: bool) -> None:
     try:
         if not place.is_symlink():
             with suppress(FileNotFoundError):
-                place.rmdir()
+                place.rmdir()  # fails unless the directory is empty
     except OSError as exc:
         why = {
             errno.ENOTEMPTY: "it holds files, and this container may not mount over them",
@@ -101,7 +101,8 @@ def show(volume: Path, place: Path, *, bind: bool) -> None:
         what = f"link {place} to {volume}"
         raise files.failed(what, OSError(exc.errno, why.get(exc.errno or 0, exc.strerror))) from exc
     files.swap_link(volume, place)
-    closed = next((up for up in volume.resolve().parents if not up.stat().st_mode & stat.S_IXOTH), None)
+    parents = volume.resolve().parents
+    closed = next((parent for parent in parents if not parent.stat().st_mode & stat.S_IXOTH), None)
     if closed is not None and os.geteuid() == 0:
         logger.warning("jobs of other users cannot reach %s: only root may pass %s", place, closed)
 
@@ -124,34 +125,35 @@ def set_options(place: Path, like: Path, more: Collection[str] = ()) -> None:
 
 
 def flags_to_set(place: Path, like: Path, more: Collection[str], table: Sequence[mounts.Mount]) -> int | None:
-    """Return the flags that the mount at ``place`` should get, as a bit mask. Return None if it already has them, or if
-    ``place`` is not a second mount of the volume at ``like``.
+    """Return the flags that the mount at ``place`` should get, as a bit mask. Return None if the mount already has
+    these flags, or if ``place`` is not a mount point or is ``like`` itself.
 
-    The result includes all present options, because a remount replaces them, and in a user namespace, a remount that
-    drops an option fails.
+    The result includes every option of the mount at ``like``, because a remount replaces all options, and in a user
+    namespace, a remount that drops an option fails.
     """
     if place.is_symlink() or place == like or not mounts.is_mount_point(place, table):
         return None
-    here, there = mounts.mount_of(place, table), mounts.mount_of(like, table)
-    if here is None or there is None:
+    mount, original = mounts.mount_of(place, table), mounts.mount_of(like, table)
+    if mount is None or original is None:
         return None
-    wanted = FLAGS.keys() & (there.options | frozenset(more))
+    wanted = FLAGS.keys() & (original.options | frozenset(more))
     if "noatime" in more:
         wanted -= {"relatime"}
-    return sum(FLAGS[name] for name in wanted) if wanted != FLAGS.keys() & here.options else None
+    return sum(FLAGS[name] for name in wanted) if wanted != FLAGS.keys() & mount.options else None
 
 
 # --- users of a volume ------------------------------------------------------------------------------------------------
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """A process, mount or loop device that keeps a volume in use. ``pid`` is 0 unless it is a process."""
+    """A process, mount or loop device that keeps a volume in use. ``pid`` is 0 for a mount or a loop device."""
 
-    pid: int
-    start_ticks: int
     text: str
+    pid: int = 0
+    start_ticks: int = 0
 
     def __str__(self) -> str:
+        """Return ``text``, for use in messages to operators."""
         return self.text
 
 
@@ -159,13 +161,13 @@ def holders(places: Sequence[Path]) -> list[Holder]:
     """Find everything that keeps the volumes at ``places`` in use: mounts below them, loop devices, and processes other
     than this one that use files in them.
     """
-    found = [
-        Holder(0, 0, f"{mount.kind} is mounted on {mount.point}")
+    found_holders = [
+        Holder(f"{mount.kind} is mounted on {mount.point}")
         for mount in mounts.mounts()
         if any(place in mount.point.parents for place in places)
     ]
     names = [str(place) for place in places]
-    found += _loop_devices(names)
+    found_holders += _loop_devices(names)
     devices = {place.stat().st_dev for place in places if is_directory(place)}
     processes = proc.table()
     del processes[os.getpid()]
@@ -173,8 +175,8 @@ def holders(places: Sequence[Path]) -> list[Holder]:
         if uses:
             name = " ".join(proc.command_line(pid).split())[:80]
             text = f"pid {pid} ({name}) {_USES[uses[0].kind].format(uses[0].path)}"
-            found.append(Holder(pid, processes[pid].start_ticks, text))
-    return found
+            found_holders.append(Holder(text, pid, processes[pid].start_ticks))
+    return found_holders
 
 
 _USES: Final = {
@@ -187,12 +189,14 @@ _USES: Final = {
 
 
 def _loop_devices(places: Sequence[str]) -> Iterator[Holder]:
+    """Yield the loop devices whose backing files are below one of ``places``."""
     for backing in BLOCK_DEVICES.glob("loop*/loop/backing_file"):
         with suppress(OSError):
             path = os.fsdecode(backing.read_bytes()).strip()
             if _is_below(path, places):
-                yield Holder(0, 0, f"loop device {backing.parts[-3]} shows {path}")
+                yield Holder(f"loop device {backing.parts[-3]} shows {path}")
 
 
 def _is_below(path: str, places: Sequence[str]) -> bool:
+    """Return True if ``path`` is one of ``places`` or below one."""
     return any(path.startswith(place) and path[len(place) : len(place) + 1] in ("", "/") for place in places)

@@ -1,10 +1,12 @@
 """Watches the event loop from a separate thread. If the loop is blocked, the thread reports this and, after a minute,
 makes the process exit.
 
-The loop counts beats, and the thread checks whether each arrives. Once a beat is missing, the thread counts its own
-steps instead of seconds, because a stopped process (SIGSTOP, a frozen container, a suspended machine) is not blocked.
-While C code holds the interpreter lock, no Python thread runs. A kernel timer on CPU time covers that case: it is
-restarted at each step, and kills the process when it expires. In both cases, faulthandler first writes the stacks of
+The loop counts beats, and the thread checks whether each arrives. Once a beat is overdue, the thread counts its own
+steps instead of seconds. Otherwise, a process that was merely stopped for a while (SIGSTOP, a frozen container, a
+suspended machine) would look blocked.
+
+While C code holds the interpreter lock, no Python thread runs. For that case, a kernel timer that measures CPU time is
+restarted at each step. When it expires, it kills the process. In both cases, faulthandler first writes the stacks of
 all threads to stderr. They show code locations, but no values that may be secret.
 """
 
@@ -26,11 +28,14 @@ from agent_shim.host import clock
 
 logger = logging.getLogger(__name__)
 
-BEAT_S: Final = 10.0  # also the period of other tasks, so that one wake-up of the loop serves all of them
+BEAT_S: Final = 10.0
+"""Interval between two beats of the loop. Other tasks have the same period, so that one wake-up serves all of them."""
 STEP_S: Final = 2.0
+"""How often the thread checks whether a missing beat has arrived."""
 REPORT_AFTER_S: Final = 6.0
 END_AFTER_S: Final = 60.0
 _reading: Final[list[str]] = []
+"""What the current ``reading`` blocks are reading, as parts of a log message."""
 
 
 @contextlib.contextmanager
@@ -47,24 +52,29 @@ def reading(service: str, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watching(feed: Callable[[], None], period: float = 0.0) -> Iterator[None]:
-    """Watch the running loop for the duration of the block. Call ``feed`` at least every ``period`` seconds (or at any
-    interval if this is 0), even while the loop is blocked.
+    """Watch the running loop for the duration of the block. Call ``feed`` at least every ``period`` seconds, even while
+    the loop is blocked. If ``period`` is 0, any interval will do. ``feed`` keeps systemd's watchdog from killing this
+    process before the stacks are written.
     """
-    loop, ident, over, beats = asyncio.get_running_loop(), threading.get_ident(), threading.Event(), 0
+    loop, ident, ended, beats = asyncio.get_running_loop(), threading.get_ident(), threading.Event(), 0
     beat_s = min(period or BEAT_S, BEAT_S)
     step_s = min(beat_s / 2, STEP_S)
 
     def beat() -> None:
+        """Count a beat and schedule the next one."""
         nonlocal beats
         beats += 1
-        if not over.is_set():
+        if not ended.is_set():
             loop.call_later(clock.until_beat(beat_s), beat)
 
     def watch() -> None:
-        seen, missed_s = 0, 0.0
-        while not over.wait(step_s if missed_s else clock.until_beat(beat_s) + step_s):
+        """Check for beats until the block ends. ``missed_s`` is how long the next beat has been overdue."""
+        beats_seen, missed_s = 0, 0.0
+        while not ended.wait(step_s if missed_s else clock.until_beat(beat_s) + step_s):
             signal.setitimer(signal.ITIMER_VIRTUAL, END_AFTER_S)
-            before, missed_s, seen = missed_s, missed_s + step_s if beats == seen else 0.0, beats
+            before = missed_s
+            missed_s = missed_s + step_s if beats == beats_seen else 0.0
+            beats_seen = beats
             if before < REPORT_AFTER_S <= missed_s:
                 faulthandler.dump_traceback_later(END_AFTER_S, exit=True)  # exit even if writing to the log hangs
                 stack = "".join(traceback.format_stack(sys._current_frames().get(ident)))  # noqa: SLF001 - documented
@@ -82,11 +92,11 @@ def watching(feed: Callable[[], None], period: float = 0.0) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
     faulthandler.register(signal.SIGVTALRM, all_threads=True, chain=True)
-    signal.setitimer(signal.ITIMER_VIRTUAL, END_AFTER_S)  # because C code may hold the GIL even before the first step
+    signal.setitimer(signal.ITIMER_VIRTUAL, END_AFTER_S)  # C code may hold the GIL even before the first step
     beat()
     with contextlib.suppress(RuntimeError):  # if no thread can be started, the loop is not watched
         threading.Thread(target=watch, name="watchdog", daemon=True).start()  # noqa: TID251 - watches the loop
     try:
         yield
     finally:
-        over.set()
+        ended.set()
