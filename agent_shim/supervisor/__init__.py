@@ -1,1 +1,1 @@
-"""Supervision in place of monit: reading monit files, and starting, watching, restarting and stopping job processes."""
+"""Replaces monit: reads monit files, and starts, watches, restarts and stops job processes."""

@@ -1,4 +1,4 @@
-"""Answers the requests that the ``bpm`` command sends to the agent. The error texts match those of bpm
+"""Answers the requests that the ``bpm`` command sends to the agent. The error messages match those of bpm
 (``src/bpm/commands``).
 """
 
@@ -36,7 +36,11 @@ async def answer(runner: Bpm, request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def _do(runner: Bpm, verb: str, job: str, name: str, request: Mapping[str, Any]) -> Any:
-    call = BpmCall("start", job, name)
+    """Execute a request about one process and return the value of the answer. This is a pid for ``start`` and ``pid``,
+    an exit code for ``run``, a list of pids for ``tree``, a command and the spec that it needs for ``shell``, and None
+    for all other requests.
+    """
+    call = BpmCall("start", job, name)  # the runner ignores the verb in a call
     match verb:
         case "start":
             await _defined(runner, job, name)
@@ -54,11 +58,11 @@ async def _do(runner: Bpm, verb: str, job: str, name: str, request: Mapping[str,
         case "end run":
             return await runner.end_run(call)
         case "pid":
-            found = await asyncio.to_thread(runner.find, job, name)
-            return found[0] if found else 0
+            identity = await asyncio.to_thread(runner.find, job, name)
+            return identity[0] if identity else 0
         case "tree":
-            found = await asyncio.to_thread(runner.find, job, name)
-            return await asyncio.to_thread(_tree, found[0]) if found else []
+            identity = await asyncio.to_thread(runner.find, job, name)
+            return await asyncio.to_thread(_tree, identity[0]) if identity else []
         case "shell":
             from agent_shim.host import sandbox
 
@@ -68,11 +72,15 @@ async def _do(runner: Bpm, verb: str, job: str, name: str, request: Mapping[str,
 
 
 def _tree(pid: int) -> list[int]:
-    """Return the pids of a process and all its descendants, starting with its own."""
+    """Return the pids of a process and all its descendants, starting with the process itself."""
     return [pid, *sorted(proc.descent(proc.children(proc.table()), [pid]) - {pid})]
 
 
 async def _defined(runner: Bpm, job: str, name: str) -> config.ProcessConfig:
+    """Return the process's definition in bpm.yml. Raises ``ConfigError`` with bpm's message.
+
+    Call this outside ``_failing``, because bpm reports errors in bpm.yml with a different message.
+    """
     try:
         return await asyncio.to_thread(runner.definition, job, name)
     except UnknownProcessError:
@@ -83,6 +91,7 @@ async def _defined(runner: Bpm, job: str, name: str) -> config.ProcessConfig:
 
 @contextlib.contextmanager
 def _failing(verb: str) -> Iterator[None]:
+    """Convert errors in the block to a ``HostError`` with bpm's message."""
     try:
         yield
     except (ConfigError, OSError) as exc:
@@ -90,6 +99,7 @@ def _failing(verb: str) -> Iterator[None]:
 
 
 def _texts(request: Mapping[str, Any], name: str) -> list[str]:
+    """Return an optional list of strings from the request. Raises ``ConfigError`` if the value is anything else."""
     texts = request.get(name, [])
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ConfigError(f"cannot read the request: {name} must be a list of strings")
@@ -111,6 +121,7 @@ def _volume(text: str) -> config.Volume:
 
 
 def _pair(text: str) -> tuple[str, str]:
+    """Split an environment variable that is given as ``NAME=VALUE``. Raises ``ConfigError``."""
     name, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f'invalid environment variable definition (format should be KEY=value): "{text}"')

@@ -109,7 +109,7 @@ class BpmProcess:
 
 
 class Bpm:
-    """Starts, finds and stops bpm.yml processes, with one operation at a time for each process.
+    """Starts, finds and stops bpm.yml processes, one operation at a time per process.
 
     The processes run as ``user`` if the agent is root. If ``user`` is None (when the base directory is not /var/vcap),
     they run as the agent's user. If bpm.yml requests something that this container does not support, a warning is
@@ -122,17 +122,22 @@ class Bpm:
         self._user = user
         self._is_strict = is_strict
         self._entries: dict[tuple[str, str], BpmProcess] = {}
+        """The processes that have been used so far, by job and name."""
         self._has_started = asyncio.Event()
+        """Set once this agent has started a process, other than an errand."""
         self._isolation: sandbox.Isolation | None = None
-        self._trying = asyncio.Lock()
+        self._probing = asyncio.Lock()
         self._counting = threading.Lock()
+        """Lock for reading and updating the number of reported OOM kills, which several threads do."""
         self._hogs: list[MemoryKill] = []
-        """OOM kills that were found when a process exited or a cgroup was removed, and that have not been reported yet.
+        """OOM kills that were found when a process exited or a cgroup was removed, and that have not been reported
+        yet.
         """
         self._unknown_keys: dict[Path, list[str]] = {}
         """The unknown keys that have already been logged, by file."""
 
     def _entry(self, job: str, name: str) -> BpmProcess:
+        """Return the state of a process, which is created by the first call."""
         # Add the entry atomically, because other threads look up entries too.
         return self._entries.get((job, name)) or self._entries.setdefault(
             (job, name), BpmProcess(self._paths, job, name)
@@ -142,7 +147,7 @@ class Bpm:
         """Return the isolation that is available to new processes. The container is probed only once."""
         from agent_shim.host import sandbox
 
-        async with self._trying:
+        async with self._probing:
             if self._isolation is None:
                 self._isolation = await sandbox.isolation()
         return self._isolation
@@ -151,16 +156,14 @@ class Bpm:
 
     def definition(self, job: str, name: str) -> bpm.ProcessConfig:
         """Look up the process in its bpm.yml. Raises ``ConfigError`` or ``HostError``."""
-        found = self._file(job).process(name)
-        if found is None:
+        definition = self._file(job).process(name)
+        if definition is None:
             config = self._paths.jobs / job / "config/bpm.yml"
             raise UnknownProcessError(f'process "{name}" not present in job configuration ({config})')
-        return found
+        return definition
 
     def check_volumes(self, job: str, volumes: Sequence[bpm.Volume]) -> None:
-        """Raise ``ConfigError`` if a volume given on the command line breaks bpm's rules for additional volumes in
-        bpm.yml.
-        """
+        """Raise ``ConfigError`` if a volume given to ``bpm run`` is not valid as an additional volume."""
         from agent_shim.supervisor.bpm import config as bpm
 
         for volume in volumes:
@@ -174,14 +177,14 @@ class Bpm:
         pidfile = process_record.read_own(entry.pidfile)
         found = proc.stat(pidfile.pid) if pidfile else None
         keepers = self._programs.keepers
-        if pidfile is None or found is None or not found.is_alive or found.pid in (1, os.getpid()):
+        if pidfile is None or found is None or not found.is_alive:
             return None
-        if found.pid in keepers.pids:  # the pid in an old pidfile now belongs to a keeper
+        if found.pid in (1, os.getpid()) or found.pid in keepers.pids:  # the pid in an old pidfile was reused
             return None
         if owner := keepers.owner(found.identity):
             return found.identity if owner == entry.label else None
         # The process was started by an agent without keepers, which wrote the pidfile right after the start. Check that
-        # the times match.
+        # the times match, with a tolerance because file times come from a coarse clock.
         age = pidfile.modified - clock.wall_time_of(found.start_ticks)
         return found.identity if -0.1 < age < MAX_PIDFILE_DELAY_S else None
 
@@ -199,14 +202,14 @@ class Bpm:
                 continue
             for each in processes:
                 found = self.find(job, each.name)
-                left = "failed" if self._entry(job, each.name).pidfile.exists() else "stopped"
+                idle_status = "failed" if self._entry(job, each.name).pidfile.exists() else "stopped"
                 shown = job if job == each.name else f"{job}.{each.name}"
-                rows.append(BpmListRow(shown, found[0] if found else 0, "running" if found else left))
+                rows.append(BpmListRow(shown, found[0] if found else 0, "running" if found else idle_status))
         return rows, complaints
 
-    async def last_words(self, call: BpmCall) -> str:
-        """Return the last line of the process's error log. The file is read with ``host.guarded``, because the process
-        may have replaced it.
+    async def last_output(self, call: BpmCall) -> str:
+        """Return the last line of the process's error log. The process may have replaced the log, so it is read with
+        ``host.guarded``.
         """
         entry = self._entry(call.job, call.process)
         return await last_line(entry.label, entry.logs["stderr"], self._paths.sys / "log")
@@ -214,9 +217,7 @@ class Bpm:
     # --- start and stop -----------------------------------------------------------------------------------------------
 
     async def start(self, call: BpmCall) -> process.Process:
-        """Start the process unless it is already running, and return it once it runs. Raises ``HostError`` or
-        ``ConfigError``.
-        """
+        """Start the process, or find it if it is already running. Raises ``HostError`` or ``ConfigError``."""
         async with self._exclusively(call, "start"):
             found = await asyncio.to_thread(self.find, call.job, call.process)
             if found and (running := self._programs.keepers.adopt(found)):
@@ -225,12 +226,12 @@ class Bpm:
             return await self._launch(self._entry(call.job, call.process), wanted)
 
     async def stop(self, call: BpmCall, by: float = float("inf")) -> None:
-        """Stop the process: send the shutdown signal, then QUIT, then KILL no later than the monotonic time ``by``.
-        Also terminate the rest of its process tree, and remove the pidfile.
+        """Stop the process: send the shutdown signal, then QUIT, then KILL. ``by`` is the deadline for KILL (monotonic
+        time). Afterwards, kill the process's remaining descendants, and remove the pidfile.
         """
         async with self._exclusively(call, "stop"):
             signal_name = "TERM"
-            with contextlib.suppress(ConfigError, OSError):
+            with contextlib.suppress(ConfigError, OSError):  # stop the process even if its bpm.yml cannot be read
                 wanted = await asyncio.to_thread(self.definition, call.job, call.process)
                 signal_name = wanted.shutdown_signal
             entry = self._entry(call.job, call.process)
@@ -238,15 +239,17 @@ class Bpm:
             running = self._programs.keepers.adopt(found) if found else None
             if running is not None and await _end(running, signal.Signals[f"SIG{signal_name}"], by):
                 self._programs.keepers.killed.add(entry.label)
+            # The process is not under a keeper if an agent without keepers (0.2.0) started it.
             others = [found] if found else []
-            if left := await self._programs.keepers.end([entry.label], others, 0.0, is_usual=True):
-                raise HostError(f"cannot end {', '.join(map(str, left))}")
+            # Descendants are usually killed, so only a kill of the process itself is recorded in ``killed``.
+            if survivors := await self._programs.keepers.end([entry.label], others, grace=0.0, is_usual=True):
+                raise HostError(f"cannot end {', '.join(map(str, survivors))}")
             await asyncio.to_thread(self._remove_cgroup, entry)
-            await asyncio.to_thread(_remove, entry.pidfile)
+            await asyncio.to_thread(_remove_pidfile, entry.pidfile)
 
     async def run(self, call: BpmCall, volumes: Sequence[bpm.Volume], env: Mapping[str, str]) -> int:
-        """Run the process as an errand, without a pidfile, and return its exit code. If it is already running, return 0
-        immediately.
+        """Run the process as an errand, without a pidfile, and return its exit code, or 1 if that is unknown. If the
+        process is already running, return 0 immediately.
         """
         async with self._exclusively(call, "run"):
             if await asyncio.to_thread(self.find, call.job, call.process):
@@ -260,20 +263,21 @@ class Bpm:
                 status = await entry.errand.wait_or_terminate(QUIT_TIMEOUT_S)
             finally:
                 entry.errand = None
-            if left := await self._programs.keepers.end([entry.label], [], 0.0):
-                raise HostError(f"cannot end {', '.join(map(str, left))}")
+            # Kill the processes that the errand has left running.
+            if survivors := await self._programs.keepers.end([entry.label], [], grace=0.0):
+                raise HostError(f"cannot end {', '.join(map(str, survivors))}")
             await asyncio.to_thread(self._remove_cgroup, entry)
             return 1 if status is None else status
 
     async def end_run(self, call: BpmCall) -> None:
-        """Terminate the process that ``run`` waits for, if any."""
+        """Terminate the process that ``run`` waits for, if any, because the user has interrupted ``bpm run``."""
         if errand := self._entry(call.job, call.process).errand:
             await errand.terminate(SIGNAL_TIMEOUT_S)
 
     @contextlib.asynccontextmanager
     async def _exclusively(self, call: BpmCall, verb: str) -> AsyncIterator[None]:
-        """Prevent other operations on the process while the block runs. Write a line to bpm's log when the block
-        starts, and when it fails or ends.
+        """Prevent other operations on the process while the block runs. Log the start, a failure and the end of the
+        operation to ``bpm.log``. As in bpm, the end is logged as ``complete`` even after a failure.
         """
         async with self._entry(call.job, call.process).turn:
             await asyncio.to_thread(self._note, call, f"{verb}.starting")
@@ -312,18 +316,19 @@ class Bpm:
     async def _launch(
         self, entry: BpmProcess, wanted: bpm.ProcessConfig, *, has_pidfile: bool = True
     ) -> process.Process:
+        """Start the process, which must not be running. ``has_pidfile`` is False for an errand."""
         from agent_shim.host import sandbox
 
         isolation = await self.isolation()
         self._complain(entry, wanted, isolation)
-        if left := await self._programs.keepers.end([entry.label], [], 0.0):
-            raise HostError(f"cannot end remaining processes of the last run: {', '.join(map(str, left))}")
+        if survivors := await self._programs.keepers.end([entry.label], [], grace=0.0):
+            raise HostError(f"cannot end remaining processes of the last run: {', '.join(map(str, survivors))}")
         await asyncio.to_thread(self._make_directories, entry, wanted)
         if wanted.pre_start:
             await self._run_hook(entry, wanted)
         await asyncio.to_thread(_require_volumes, wanted)
         await asyncio.to_thread(self._remove_cgroup, entry)
-        entry.is_victim = False
+        entry.is_victim = False  # a kill in the last run does not explain the next exit
         order = await asyncio.to_thread(self.order, entry.job, wanted, isolation)
 
         async def start(argv: Sequence[str], stdin: int) -> process.Process:
@@ -331,7 +336,7 @@ class Bpm:
             return await self._programs.keepers.spawn(entry.label, program, *entry.logs.values())
 
         async with sandbox.prepared(order, start) as running:
-            if has_pidfile:
+            if has_pidfile:  # ``kill_hogs`` finds processes by their pidfiles
                 self._has_started.set()
                 await asyncio.to_thread(files.write_atomic, entry.pidfile, str(running.pid).encode())
         return running
@@ -339,8 +344,8 @@ class Bpm:
     async def _run_hook(self, entry: BpmProcess, wanted: bpm.ProcessConfig) -> None:
         """Run the pre_start hook as root and without isolation. Raises ``HostError`` if the hook fails.
 
-        The hook gets the same working directory as start programs, because under the real bpm, it inherits the working
-        directory of the start program that calls bpm.
+        The hook runs in the working directory of start programs. Under the real bpm, the hook inherits that directory
+        from the start program that calls bpm.
         """
         env, directory = self._env(entry.job, wanted), str(self._programs.directory())
         program = keeper.Program([wanted.pre_start], env, cwd=directory)
@@ -352,7 +357,9 @@ class Bpm:
     # --- execution ----------------------------------------------------------------------------------------------------
 
     def order(self, job: str, wanted: bpm.ProcessConfig, isolation: sandbox.Isolation) -> sandbox_exec.ExecSpec:
-        """Build a process's exec spec and create its cgroups. Raises ``HostError``."""
+        """Build the exec spec that starts a process, and create its cgroups. Whatever the container does not support is
+        left out. Raises ``HostError``.
+        """
         from agent_shim.host import sandbox
 
         is_root = os.geteuid() == 0
@@ -367,14 +374,16 @@ class Bpm:
         if wanted.limits.core_file_size is not None:
             limits["RLIMIT_CORE"] = wanted.limits.core_file_size
         wanted_capabilities = {each.removeprefix("CAP_").upper() for each in wanted.capabilities}
+        # At level 1, the process gets its own root file system.
         is_apart = isolation.level == 1
+        # At level 2, do not restrict a privileged process, because Landlock would keep it from mounting file systems.
         has_view = is_apart or (isolation.level == 2 and not wanted.unsafe.privileged)
-        left_out = {"pid"} if wanted.unsafe.host_pid_namespace else set[str]()
+        shared_namespaces = {"pid"} if wanted.unsafe.host_pid_namespace else set[str]()
         memory = wanted.limits.memory if isolation.memory else None
         processes = wanted.limits.processes if isolation.processes else None
         entry = self._entry(job, wanted.name)
         with files.attempting(f"limit {entry.label}"):
-            joined = entry.cgroup.make(memory=memory, processes=processes)
+            cgroups = entry.cgroup.make(memory=memory, processes=processes)
         return sandbox.exec_spec(
             [wanted.executable, *wanted.args],
             env=self._env(job, wanted),
@@ -384,27 +393,29 @@ class Bpm:
             keeps_privileges=wanted.unsafe.privileged,
             capabilities=sorted(capabilities.NAMES.index(each) for each in wanted_capabilities & held),
             limits=limits,
-            cgroups=joined,
+            cgroups=cgroups,
             binds=self._binds(job, wanted, is_apart=is_apart) if has_view else None,
-            namespaces=[each for each in sandbox.NAMESPACES if each not in left_out] if is_apart else [],
+            namespaces=[each for each in sandbox.NAMESPACES if each not in shared_namespaces] if is_apart else [],
             has_init=True,
             may_signal=wanted.unsafe.host_pid_namespace,
         )
 
     async def shell_order(self, job: str, wanted: bpm.ProcessConfig) -> sandbox_exec.ExecSpec:
-        """Build the exec spec for a shell in a running process's namespaces. Raises ``HostError`` if the process is not
-        running.
+        """Build the exec spec for a shell in a running process's namespaces. The caller, ``bpm shell``, replaces the
+        process's own program in it with the shell. Raises ``HostError`` if the process is not running.
         """
         isolation = await self.isolation()
         found = await asyncio.to_thread(self.find, job, wanted.name)
         if found is None:
             raise HostError("process is not running or could not be found")
+        # Without these limits, the shell runs outside the process's cgroups and does not use up its memory limit.
         limits = msgspec.structs.replace(wanted.limits, memory=None, processes=None)
         order = await asyncio.to_thread(self.order, job, msgspec.structs.replace(wanted, limits=limits), isolation)
         order["enter"] = found[0] if order["namespaces"] else None
         return order
 
     def _env(self, job: str, wanted: bpm.ProcessConfig) -> dict[str, str]:
+        """Return bpm's default environment variables, overridden by those in bpm.yml."""
         home = self._paths.data / job
         return {
             "TMPDIR": str(home / "tmp"),
@@ -415,10 +426,10 @@ class Bpm:
         }
 
     def _binds(self, job: str, wanted: bpm.ProcessConfig, *, is_apart: bool) -> list[sandbox_exec.BindMount]:
-        """Return a bind mount for each path that the process may access. ``is_apart`` is True if the process gets its
-        own root file system.
+        """Return a bind mount for each path that the process is allowed to access. ``is_apart`` is True if the process
+        gets its own root file system.
 
-        If a path occurs several times, the first entry counts. Therefore, a volume cannot extend the access to a path
+        If a path occurs several times, the first entry wins. Therefore, a volume cannot extend the access to a path
         that bpm restricts.
         """
         from agent_shim.host import sandbox
@@ -427,13 +438,13 @@ class Bpm:
         temporary = str(paths.data / job / "tmp")
         found = [bind(each, run=True) for each in sandbox.SYSTEM]
         # bosh-dns reads the DNS records and the instance's health in ``paths.instance``. The real bpm hides that
-        # directory, but it contains no secrets.
+        # directory, but showing it is harmless, because it contains no secrets.
         found += [bind("/sys"), bind(str(paths.instance))]
         if not is_apart:
             found += [bind(each, write=True) for each in SCRATCH]
-            # These mounts reveal the names of other jobs, but they are necessary, because bosh-dns reads each job's
-            # files and exits if it cannot.
+            # These mounts reveal the names of other jobs, but bosh-dns exits if it cannot read the files of each job.
             found += [bind(str(each)) for each in paths.jobs.glob("*/.bosh")]
+        # A test's base directory may be below /tmp, and must not be hidden by the job's own /tmp.
         elif paths.is_system:
             found += [bind(each, source=temporary, write=True) for each in TEMPORARY]
         found += [bind(str(each), run=True) for each in (paths.packages, paths.data_packages, paths.jobs / job)]
@@ -450,7 +461,8 @@ class Bpm:
         free = [each for each in unrestricted if not any(f"{each.path}/".startswith(f"{path}/") for path in given)]
         for volume in (*wanted.additional_volumes, *free):
             found.append(bind(volume.path, write=volume.writable, run=volume.allow_executions, shared=volume.shared))
-        if is_apart and not paths.is_system:  # releases use paths in /var/vcap
+        # Releases hard-code paths in /var/vcap, so bind the directories of a different base there too.
+        if is_apart and not paths.is_system:
             inside = [each for each in found if Path(each["path"]).is_relative_to(paths.base)]
             found += [{**each, "path": str(VCAP / Path(each["path"]).relative_to(paths.base))} for each in inside]
         return list({each["path"]: each for each in reversed(found)}.values())
@@ -464,19 +476,21 @@ class Bpm:
         return sorted(end for end in ends if not any(f"{end}/".startswith(f"{each}/") for each in own))
 
     def _remove_cgroup(self, entry: BpmProcess) -> None:
-        """Remove the cgroups of an exited process. If the kernel's OOM killer killed a process in them, record that
-        first.
+        """Remove the cgroups of an exited process. First record any kill by the kernel's OOM killer, because the
+        counter is removed too.
         """
         if hog := self._killed_by_kernel(entry):
             self._hogs.append(hog)
         entry.cgroup.remove()
-        # If the cgroup could not be removed, the next process uses it, and the kernel does not reset its OOM counter.
-        # Remember the current count, so that earlier kills are not attributed to that process.
+        # If the cgroup could not be removed, the next process uses it, and the kernel does not reset the OOM counter.
+        # Remember the current count, so that earlier kills are not attributed to the next process.
         with self._counting:
             entry.oom_kills = (entry.cgroup.memory() or (0, 0))[0]
 
     def _killed_by_kernel(self, entry: BpmProcess) -> MemoryKill | None:
-        """Return the OOM kill that happened in the process's cgroup since the last call, or None."""
+        """Return the OOM kill that happened in the process's cgroup since the last call, or None. Several kills since
+        then count as one.
+        """
         with self._counting:
             kills, peak = entry.cgroup.memory() or (0, 0)
             before, entry.oom_kills = entry.oom_kills, kills
@@ -487,20 +501,23 @@ class Bpm:
     def _make_directories(self, entry: BpmProcess, wanted: bpm.ProcessConfig) -> None:
         """Create the process's directories and log files with the same modes as bpm. Raises ``HostError``."""
         paths, job = self._paths, entry.job
+        # ``own`` is the owner of the agent's directories, and ``theirs`` of the directories that the process uses. None
+        # leaves the owner unchanged.
         own, theirs = ("root:root", f"{self._user}:{self._user}") if self._user else (None, None)
-        files.make_own_dir(entry.pidfile.parent.parent, 0o755, own)  # all users may write to the directory above it
+        # ``sys/run`` is world-writable, so a job may already have created ``sys/run/bpm``.
+        files.make_own_dir(entry.pidfile.parent.parent, 0o755, own)
         files.make_own_dir(entry.pidfile.parent, 0o700, own)
         private = [paths.sys / "run" / job, paths.data / job, paths.data / job / "tmp"]
         if wanted.persistent_disk:
             if not paths.store.is_dir():
                 raise HostError("requested persistent disk does not exist")
             private.append(paths.store / job)
-        made = [Path(volume.path) for volume in wanted.additional_volumes if not volume.mount_only]
+        volumes = [Path(volume.path) for volume in wanted.additional_volumes if not volume.mount_only]
         # As in bpm, the mode of an existing directory is changed only if it is a volume.
         _make_kept(paths.sys / "log" / job, 0o750, theirs)
         for path in private:
             _make_kept(path, 0o700, theirs)
-        for path in made:
+        for path in volumes:
             if path.is_dir() or not path.exists():
                 files.make_dir(path, 0o700, theirs)
         for log in entry.logs.values():
@@ -529,9 +546,13 @@ class Bpm:
         logger.warning("%s", text)
 
     def _file(self, job: str) -> bpm.BpmFile:
+        """Read the job's bpm.yml, and log its unknown keys unless they have already been logged. Raises ``ConfigError``
+        or ``HostError``.
+        """
         from agent_shim.supervisor.bpm import config as bpm
 
         path = self._paths.jobs / job / "config/bpm.yml"
+        # Read one byte more than allowed, so that ``parse`` can reject a file that is too large.
         with files.attempting(f"read {path}"):
             text = guarded.head(path, bpm.MAX_BYTES + 1).decode(errors="surrogateescape")
         unknown: list[str] = []
@@ -545,10 +566,10 @@ class Bpm:
     # --- memory limits ------------------------------------------------------------------------------------------------
 
     async def used(self) -> None:
-        """Wait until this agent or an earlier one has started a bpm.yml process, because there are no memory limits to
-        watch before that. A start by an earlier agent is recognised by the run directory, which belongs to root in that
-        case.
+        """Wait until this agent or an earlier one has started a bpm.yml process. Until then, no process can exceed a
+        memory limit, so ``kill_hogs`` need not be called.
         """
+        # If root or the agent's user has created the run directory, an earlier agent has started a process.
         with contextlib.suppress(OSError):
             if guarded.status(self._paths.sys / "run/bpm").st_uid in trusted_path.trusted_users():
                 return
@@ -557,20 +578,21 @@ class Bpm:
     def kill_hogs(self) -> list[MemoryKill]:
         """Kill the process trees that exceed their memory limit, and return the kills. Blocks for a few milliseconds.
 
-        If the kernel enforces the limit, it has already killed one process in the tree, and this method kills the rest.
+        If the kernel enforces the limit, one process in the tree is already dead, and this method kills the rest.
         """
-        hogs, self._hogs = self._hogs, []
+        hogs, self._hogs = self._hogs, []  # begin with the kills that were found since the last call
         limited = []
         for path in self._paths.sys.glob("run/bpm/*/*.pid"):
             entry = self._entry(path.parent.name, path.stem)
             limit = self._memory_limit(entry)
             now = clock.boot_ticks()
+            # If the process has a memory cgroup, the kernel enforces the limit.
             if entry.cgroup.memory() is not None:
                 if hog := self._killed_by_kernel(entry):
                     hogs.append(hog)
                     entry.is_victim = True
                     for member in entry.cgroup.members():
-                        if member[1] < now:  # a process that started later belongs to the next run
+                        if member[1] < now:  # otherwise, the process belongs to the next run
                             process.send(member, signal.SIGKILL)
             elif limit and (found := self.find(entry.job, entry.name)):
                 limited.append((entry, limit, found))
@@ -580,22 +602,22 @@ class Bpm:
         below = proc.children(processes)
         for entry, limit, found in limited:
             tree = proc.descent(below, [found[0]]) & processes.keys()
-            # Adding up the resident memory of all processes counts shared pages once per process. The exact memory use
-            # is slow to determine, so it is read only if that sum exceeds the limit.
+            # The sum of the processes' resident memory counts shared pages several times. The exact memory use is slow
+            # to determine, so it is read only if that sum exceeds the limit.
             if sum(processes[pid].resident_kb for pid in tree) * 1024 > limit:
                 used = sum(proc.proportional_kb(pid) or processes[pid].resident_kb for pid in tree) * 1024
                 if used > limit:
                     entry.is_victim = True
-                    # Kill the main process first, because it might exit with a different status if its children were
-                    # killed before it.
+                    # Kill the main process first. If its children were killed before it, it might exit with a different
+                    # status.
                     for pid in sorted(tree, key=found[0].__ne__):
                         process.send(processes[pid].identity, signal.SIGKILL)
                     hogs.append(MemoryKill(entry.job, entry.name, used, limit))
         return hogs
 
     def was_killed_for_memory(self, call: BpmCall) -> bool:
-        """Return True if the process last exited because it was killed for exceeding its memory limit. Each kill
-        explains only one exit, so the next call returns False unless there was another kill.
+        """Return True if the process last exited because it was killed for exceeding its memory limit. A kill explains
+        only one exit, so the next call returns False unless there was another kill.
         """
         entry = self._entry(call.job, call.process)
         if hog := self._killed_by_kernel(entry):
@@ -605,7 +627,9 @@ class Bpm:
         return is_victim
 
     def _memory_limit(self, entry: BpmProcess) -> int:
-        """Return the memory limit in bytes, or 0 for none. The file is read again only if it has changed."""
+        """Return the memory limit in bytes, or 0 if there is none or bpm.yml cannot be read. The file is read again
+        only if it has changed.
+        """
         try:
             modified = (self._paths.jobs / entry.job / "config/bpm.yml").stat().st_mtime_ns
             if entry.limit[1] != modified:
@@ -617,9 +641,10 @@ class Bpm:
 
 
 async def _end(running: process.Process, first: signal.Signals, by: float) -> bool:
-    """Stop a process by sending bpm's sequence of signals to the init process above it, which forwards them to the
-    program but not to its descendants. KILL is sent no later than the monotonic time ``by``. Return True if the process
-    had to be killed.
+    """Stop a process with bpm's sequence of signals, and return True if it had to be killed. ``by`` is the deadline for
+    KILL (monotonic time).
+
+    The signals go to the init process above the program, which forwards them to the program but not to its descendants.
     """
     steps = (first, SIGNAL_TIMEOUT_S), (signal.SIGQUIT, QUIT_TIMEOUT_S), (signal.SIGKILL, process.KILL_TIMEOUT_S)
     try:
@@ -636,8 +661,8 @@ async def _end(running: process.Process, first: signal.Signals, by: float) -> bo
 
 
 def _settable_limit(which: int, wanted: int, held: Container[str]) -> int:
-    """Return ``wanted`` or, if a process with the capabilities ``held`` cannot raise the limit that far, the hard
-    limit.
+    """Return the limit ``wanted``, or the hard limit if that is lower and the capabilities ``held`` are not sufficient
+    to raise it.
     """
     hard = resource.getrlimit(which)[1]
     return wanted if "SYS_RESOURCE" in held or hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -654,14 +679,14 @@ def _make_kept(path: Path, mode: int, owner: str | None) -> None:
 
 
 def _require_volumes(wanted: bpm.ProcessConfig) -> None:
-    """Raise ``HostError`` if a ``mount_only`` volume is missing. A process started without the volume would not see it
-    even if another job created it later.
+    """Raise ``HostError`` if a ``mount_only`` volume is missing. A process that is started without the volume would not
+    see it even if another job created it later.
     """
-    for volume in wanted.additional_volumes:
+    for volume in wanted.additional_volumes:  # the other volumes have just been created
         if not Path(volume.path).exists():
             raise HostError(f"volume {volume.path} does not exist: with mount_only, another job has to make it")
 
 
-def _remove(pidfile: Path) -> None:
+def _remove_pidfile(pidfile: Path) -> None:
     with contextlib.suppress(OSError), guarded.held(pidfile.parent) as directory:
         os.unlink(pidfile.name, dir_fd=directory)

@@ -79,7 +79,7 @@ class Programs:
         the program itself may request the stop.
         """
         async with self._gate:  # wait before creating files or objects, because hundreds of starts may be waiting
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # let other tasks run, because many starts may follow
             env = {
                 "PATH": "/bin:/usr/bin:/sbin:/usr/sbin",
                 "MONIT_DATE": time.strftime("%a, %d %b %Y %H:%M:%S %z"),
@@ -88,6 +88,7 @@ class Programs:
                 "MONIT_EVENT": event,
                 "MONIT_DESCRIPTION": (description or event)[:MAX_DESCRIPTION_CHARS],
                 "MONIT_PROCESS_PID": str(pid),
+                # Unlike monit, the agent does not pass the figures from the last cycle.
                 "MONIT_PROCESS_MEMORY": "0",
                 "MONIT_PROCESS_CHILDREN": "0",
                 "MONIT_PROCESS_CPU_PERCENT": "0.0",
@@ -134,19 +135,23 @@ class Programs:
         return await self.keepers.end(labels, (), grace, is_usual=True)
 
     def directory(self) -> Path:
-        """Return the working directory of programs and scripts."""
+        """Return the working directory of programs and scripts: the empty directory or, if it is missing, the root
+        directory.
+        """
         return self._empty if self._empty.is_dir() else Path("/")
 
     # --- program output -----------------------------------------------------------------------------------------------
 
     async def refused_limit(self, name: str) -> str:
-        """Return the last shell message about a limit that a script could not set, or ""."""
+        """Return the last error message about a failed ``ulimit`` in the output of a start program, or "" if there is
+        none. ``name`` is the name of the service.
+        """
         lines = await self.printed(name)
         return next((line[-MAX_LAST_BYTES:] for line in reversed(lines) if _LIMIT_REFUSED.match(line)), "")
 
     async def printed(self, name: str) -> list[str]:
-        """Return the last lines that a service's start program has printed. Most programs print nothing, in which case
-        no thread is used.
+        """Return the last non-empty lines that a service's start program has printed. If the output file is empty, as
+        is usual, no thread is used.
         """
         path = self._output / f"{name.replace('/', '_')}.log"
         with contextlib.suppress(OSError):
@@ -162,15 +167,17 @@ class Programs:
         """
         with os.scandir(self._output) as entries:
             for entry in entries:
-                found = entry.stat(follow_symlinks=False)
-                # Look at the allocated blocks too, because a job can allocate blocks beyond the end of the file. File
-                # systems preallocate blocks themselves, but never more than twice the file's size in total.
-                taken = max(found.st_size, found.st_blocks * guarded.BLOCK_BYTES // 4)
+                status = entry.stat(follow_symlinks=False)
+                # Look at the allocated blocks too, because a job can allocate blocks beyond the end of the file. Count
+                # only a quarter of them, because file systems may allocate up to twice the file's size in advance.
+                taken = max(status.st_size, status.st_blocks * guarded.BLOCK_BYTES // 4)
                 if entry.name.endswith(".log") and taken > MAX_OUTPUT_BYTES:
-                    await asyncio.to_thread(_cut, Path(entry.path), found.st_size)
+                    await asyncio.to_thread(_cut, Path(entry.path), status.st_size)
 
     def _open(self, name: str, opened: contextlib.ExitStack) -> int | None:
-        """Open the output file. Return None if that fails, because a full disk must not prevent a start."""
+        """Open an output file, and register it with ``opened``, which closes it. Return None on failure, because a full
+        disk must not prevent a start.
+        """
         try:
             self._output.mkdir(mode=0o700, parents=True, exist_ok=True)
             output = guarded.open_log(self._output / f"{name.replace('/', '_')}.log", 0o640)
@@ -185,29 +192,33 @@ async def last_line(whose: str, path: Path, root: Path) -> str:
     """Return the last line of a file below ``root``, or "" if the file cannot be read. Empty lines and, if possible,
     ``set -x`` traces are skipped.
 
-    ``whose`` is the label of the service that may write to the file.
+    ``whose`` is the label of the service that can write to the file. If reading hangs, only that service's files are
+    affected (``blocking.call``).
     """
-    return last_word(await _lines(whose, path, root))
+    return end_of_last_line(await _lines(whose, path, root))
 
 
-def last_word(lines: list[str]) -> str:
-    """Return the end of the last line. A command traced by ``set -x`` is returned only if there are no other lines."""
-    words = [line for line in lines if not _TRACE.match(line)] or lines
-    return words[-1][-MAX_LAST_BYTES:] if words else ""
+def end_of_last_line(lines: list[str]) -> str:
+    """Return the end of the last of the ``lines``. Prefer lines that are not commands traced by ``set -x``."""
+    candidates = [line for line in lines if not _TRACE.match(line)] or lines
+    return candidates[-1][-MAX_LAST_BYTES:] if candidates else ""
 
 
 def _cut(path: Path, size: int) -> None:
-    """Truncate an output file of ``size`` bytes, keeping its end."""
+    """Truncate an output file of ``size`` bytes, keeping its end. Only half of the maximum size is kept, so that the
+    next truncation is not due at once.
+    """
     with path.open("r+b", buffering=0) as stream:
         stream.seek(max(0, size - MAX_OUTPUT_BYTES // 2))
         end = stream.read(MAX_OUTPUT_BYTES // 2)
-        # Writers append, so output that is written at the same time ends up after the kept part or is lost.
+        # Output that programs append in the meantime ends up after the kept part or is lost.
         stream.truncate(0)
         stream.seek(0)
         stream.write(end)
 
 
 async def _lines(whose: str, path: Path, root: Path) -> list[str]:
+    """Return the last non-empty lines of a file below ``root``. The list is empty if the file cannot be read."""
     try:
         text = await blocking.call(whose, partial(guarded.tail, path, MAX_TAIL_BYTES, root))
     except OSError as exc:
@@ -228,11 +239,12 @@ class TokenBucket:
     async def take(self) -> None:
         """Wait for a token."""
         now = time.monotonic()
+        # A negative number means that waiting tasks have already reserved future tokens.
         self._left = min(self._burst, self._left + (now - self._filled_at) * self._rate) - 1
         self._filled_at = now
         if self._left < 0:
             try:
                 await asyncio.sleep(-self._left / self._rate)
             except asyncio.CancelledError:
-                self._left += 1  # give the token back if this task is cancelled
+                self._left += 1  # return the token if this task is cancelled
                 raise

@@ -21,6 +21,9 @@ class EventKind(msgspec.Struct, frozen=True):
 
 
 def _kind(bit: int, word: str, changed: str = "") -> EventKind:
+    """Return a kind with the alert names ``WORD failed``, ``WORD succeeded`` and ``WORD changed``. If ``changed`` is
+    given, it replaces the last of these names.
+    """
     return EventKind(bit, f"{word} failed", f"{word} succeeded", changed or f"{word} changed")
 
 
@@ -56,6 +59,7 @@ HINTS: Final = {kind.changed: kind.bit for kind in ORDER if kind.changed}
 ``status_hint`` as well as in ``status``.
 """
 BITS: Final = {kind.failed: kind.bit for kind in ORDER} | HINTS
+"""Maps monit's names for failures and changes to the status bits of their event kinds."""
 
 
 class Complaint(msgspec.Struct, frozen=True):
@@ -67,6 +71,7 @@ class Complaint(msgspec.Struct, frozen=True):
 
     @property
     def word(self) -> str:
+        """The event's name in alerts."""
         return self.kind.changed if self.is_change else self.kind.failed
 
 

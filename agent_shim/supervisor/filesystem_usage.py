@@ -11,8 +11,8 @@ from agent_shim.supervisor.rule_counter import percent
 
 
 def usage(path: Path) -> dict[str, float]:
-    """Return the used space (``space``, in bytes) and the used inodes (``inode``), each also in percent, and the mount
-    flags (``flags``, such as ``ST_RDONLY``).
+    """Return the used space (``space``, in bytes) and the used inodes (``inode``), both also as percentages
+    (``space %``, ``inode %``), and the mount flags (``flags``, such as ``ST_RDONLY``).
 
     Raises ``OSError`` if the path cannot be read.
     """
@@ -24,7 +24,7 @@ def usage(path: Path) -> dict[str, float]:
         ("space", found.f_bfree, found.f_blocks, found.f_frsize),
         ("inode", found.f_ffree, found.f_files, 1),
     ):
-        if total:
+        if total:  # some file systems do not count inodes, and pseudo file systems count nothing
             figures |= {name: (total - free) * unit, f"{name} %": percent(total - free, total)}
     return figures
 

@@ -23,8 +23,8 @@ class Happening(msgspec.Struct):
 
 
 class History:
-    """Events by service name. An event with the same text as the service's last event only increases the count of that
-    event.
+    """Events by service name. An event with the same description as the service's last event only increases the count
+    of that event.
     """
 
     def __init__(self) -> None:

@@ -12,15 +12,17 @@ from agent_shim.supervisor.process_stats import ServiceInfo
 from agent_shim.supervisor.supervisor import Supervisor
 
 STARTING_ACTIONS: Final = frozenset({"start", "restart", "monitor"})
-"""Actions that may start a process. They are refused before the agent is ready and while it shuts down."""
+"""Actions that may start a process. They are rejected before the agent is ready and while it shuts down."""
 
 
 async def answer(supervisor: Supervisor, request: Mapping[str, Any], *, obstacle: str) -> dict[str, Any]:
-    """Answer a request with ``{"services": …}`` (all services for ``show``) or with an exception envelope.
+    """Answer a request with ``{"services": …}`` or with an exception envelope.
 
-    ``request`` contains an ``action`` (a command, ``show`` or ``quit``), ``names`` (``all`` for every service), an
-    optional ``group`` that restricts the names, and ``wait`` (whether to wait until no start or stop is in progress).
-    If any name is unknown, no service is changed. ``obstacle`` is the reason why nothing may be started, or "".
+    ``request`` contains an ``action``, ``names`` (``all`` for every service), an optional ``group`` that restricts the
+    names, and ``wait`` (whether to wait until no service is starting or stopping). If any name is unknown, no service
+    is changed. Three actions apply to all services, whatever the names: ``show`` and ``reload`` return them, and
+    ``quit`` stops monitoring them but keeps the agent running. ``obstacle`` is the reason why nothing may be started,
+    or "".
     """
     action = str(request.get("action"))
     services = supervisor.services()
@@ -47,9 +49,9 @@ def describe(service: ServiceInfo) -> dict[str, Any]:
     """Convert a service to a flat mapping. ``state`` is the state that is reported to the Director, and ``phase`` is
     the agent's own, more detailed state.
     """
-    members: dict[str, Any] = msgspec.to_builtins(service)
-    process: dict[str, Any] = members.pop("process")
-    return process | members | {"state": service.process.state, "phase": service.state}
+    fields: dict[str, Any] = msgspec.to_builtins(service)
+    process: dict[str, Any] = fields.pop("process")
+    return process | fields | {"state": service.process.state, "phase": service.state}
 
 
 def with_events(supervisor: Supervisor) -> list[dict[str, Any]]:
@@ -59,23 +61,24 @@ def with_events(supervisor: Supervisor) -> list[dict[str, Any]]:
 
 
 def _requested_names(services: list[ServiceInfo], request: Mapping[str, Any]) -> list[str]:
-    """Return the names of the requested services, spelled as in the files. Raises ``ActionError`` with monit's text for
-    an unknown name.
+    """Return the names of the requested services, as spelled in the monit files. Raises ``ActionError``, with monit's
+    message, for an unknown name.
     """
     known = {service.process.name.lower(): service for service in services}
-    named = request.get("names", [])
-    if not isinstance(named, list):
+    given = request.get("names", [])
+    if not isinstance(given, list):
         raise ActionError("cannot read the request: names must be a list")
-    wanted = [str(name) for name in named]
+    wanted = [str(name) for name in given]
     for name in wanted:
         if name.lower() not in known and name != "all":
             raise ActionError("There is no service by that name")
     group = str(request.get("group") or "").lower()
-    meant = known if "all" in wanted else dict.fromkeys(name.lower() for name in wanted)
-    return [known[name].process.name for name in meant if not group or group in known[name].groups]
+    selected = known if "all" in wanted else dict.fromkeys(name.lower() for name in wanted)
+    return [known[name].process.name for name in selected if not group or group in known[name].groups]
 
 
 async def _do(supervisor: Supervisor, action: str, names: list[str]) -> None:
+    """Apply an action to the services, one after the other."""
     actions = {
         "start": supervisor.start_one,
         "stop": supervisor.stop_one,

@@ -1,6 +1,6 @@
 """Carries out monit's network tests: ``failed host … port``, ``unixsocket``, ``url`` and ``icmp``.
 
-A probe has a single timeout, which includes the name lookup. It reads no more than necessary, and never blocks the
+A probe has a single timeout, which includes the name lookup. Probes read no more than necessary, and never block the
 event loop. For protocols other than http and send/expect, only the connection is tested.
 """
 
@@ -51,22 +51,22 @@ class _WrongError(Exception):
 
 def where(connection: Connection) -> str:
     """Describe a connection's endpoint."""
-    there = f"{connection.host} port {connection.port}{' (udp)' if connection.is_udp else ''}"
-    return f"unix socket {connection.unixsocket}" if connection.unixsocket else there
+    endpoint = f"{connection.host} port {connection.port}{' (udp)' if connection.is_udp else ''}"
+    return f"unix socket {connection.unixsocket}" if connection.unixsocket else endpoint
 
 
 async def probe(connection: Connection) -> str:
-    """Test a connection. Return the reason if it failed, or ""."""
+    """Test a connection. Return "" on success, otherwise the reason for the failure."""
     target = where(connection)
-    allowed = connection.timeout or NET_TIMEOUT
+    allowed = connection.timeout or NET_TIMEOUT  # a timeout of 0 means the default
     try:
-        async with asyncio.timeout(allowed), _opened(connection) as line:
+        async with asyncio.timeout(allowed), _opened(connection) as conversation:
             if connection.protocol.name == "generic":
-                await _dialogue(line, connection.protocol)
+                await _dialogue(conversation, connection.protocol)
             elif connection.protocol.name == "http":
-                await _http(line, connection)
+                await _http(conversation, connection)
             elif connection.is_udp:
-                await _require_not_refused(line)
+                await _require_not_refused(conversation)
     except TimeoutError:
         return f"connection failed: no answer from {target} within {allowed} seconds"
     except _WrongError as exc:
@@ -105,7 +105,7 @@ class _Conversation:
 @contextlib.asynccontextmanager
 async def _opened(connection: Connection) -> AsyncIterator[_Conversation]:
     """Connect to the first address that accepts the connection, and close the socket when the block ends. Raises
-    ``OSError`` if none does.
+    ``OSError`` if no address does.
     """
     kind = socket.SOCK_DGRAM if connection.is_udp else socket.SOCK_STREAM
     timeout = connection.timeout or NET_TIMEOUT
@@ -113,7 +113,7 @@ async def _opened(connection: Connection) -> AsyncIterator[_Conversation]:
         endpoints: list[tuple[socket.AddressFamily, Address]] = [(socket.AF_UNIX, connection.unixsocket)]
     else:
         endpoints = await _addresses(connection.host, connection.port, kind, timeout)
-    refused: OSError = OSError(0, "it has no address")
+    refused: OSError = OSError(0, "it has no address")  # raised if there are no endpoints; ``probe`` quotes the message
     for family, address in endpoints:
         sock = socket.socket(family, kind | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
@@ -132,6 +132,7 @@ async def _opened(connection: Connection) -> AsyncIterator[_Conversation]:
 
 
 async def _connect(sock: socket.socket, address: Address, timeout: float) -> None:
+    """Connect a socket. Raises ``OSError``. The caller limits the total time."""
     if sock.family is not socket.AF_UNIX:
         await asyncio.get_running_loop().sock_connect(sock, address)
         return
@@ -149,10 +150,10 @@ async def _connect(sock: socket.socket, address: Address, timeout: float) -> Non
 async def _addresses(
     host: str, port: int, kind: socket.SocketKind, timeout: float
 ) -> list[tuple[socket.AddressFamily, Address]]:
-    """Look up a host's addresses. A name server that does not answer delays only the probes of this host. Raises
+    """Look up a host's addresses. If the name server does not answer, only probes of this host are delayed. Raises
     ``OSError``.
     """
-    port &= 0xFFFF  # keep the low 16 bits, as monit's htons and the C library do
+    port &= 0xFFFF  # use only the low 16 bits, as monit's htons and the C library do
     if family := network.family_of(host):
         return [(family, (host, port))]
     look_up = partial(socket.getaddrinfo, host, port, type=kind)
@@ -166,46 +167,52 @@ async def _addresses(
 # --- protocols --------------------------------------------------------------------------------------------------------
 
 
-async def _require_not_refused(line: _Conversation) -> None:
+async def _require_not_refused(conversation: _Conversation) -> None:
     """Send one byte in a UDP packet, and wait up to ``REFUSAL_S`` seconds for an answer. Raises ``OSError`` if the
     kernel reports that nobody is listening.
     """
-    await line.send(b"\0")
+    await conversation.send(b"\0")
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(REFUSAL_S):
-            await line.more()
+            await conversation.more()
 
 
-async def _dialogue(line: _Conversation, protocol: Protocol) -> None:
+async def _dialogue(conversation: _Conversation, protocol: Protocol) -> None:
     """Carry out the ``send`` and ``expect`` steps in order. An expected answer may arrive in pieces."""
     for verb, text in protocol.dialogue:
         if verb == "send":
-            await line.send(wire_text(text))
+            await conversation.send(wire_text(text))
             continue
         pattern = posix_regex.compiled(text)
-        while not pattern.search(bytes(line.received)):
-            if len(line.received) > MAX_HEAD_BYTES or not await line.more():
+        while not pattern.search(bytes(conversation.received)):
+            if len(conversation.received) > MAX_HEAD_BYTES or not await conversation.more():
                 raise _WrongError(f"does not answer {text!r}")
-        line.received = b""
+        conversation.received = b""
 
 
 def wire_text(text: str) -> bytes:
-    r"""Encode a ``send`` text, in which ``\0xHH`` represents any byte. Other characters are sent as in the file."""
+    r"""Encode a ``send`` string. ``\0xHH`` stands for the byte HH, and all other characters are sent as written in the
+    file.
+    """
     raw = text.encode("utf-8", "surrogateescape")
     return re.sub(rb"\\0x([0-9A-Fa-f]{2})", lambda found: bytes.fromhex(found[1].decode()), raw)
 
 
 class PageReader:
-    """Collects an HTTP response from the events of a parser. The whole page has to be read only if ``wanted`` has a
-    pattern or a checksum for it.
+    """Reads an HTTP response. The parser calls the methods that begin with ``on_``. The whole page has to be read only
+    if ``wanted`` contains a pattern or a checksum.
     """
 
     def __init__(self, wanted: Protocol) -> None:
         self.status = 0
         self.has_status_line = False
+        """True if the response is certainly HTTP, even if an invalid header follows."""
         self.has_head = False
+        """True once the headers of the final response have been read."""
         self.is_whole = not (wanted.content or wanted.checksum)
+        """True once everything that has to be read has been read."""
         self.has_length = False
+        """True if the headers state the length of the page."""
         self.page = bytearray()
         self.digest = hashlib.new(DIGESTS[len(wanted.checksum)], usedforsecurity=False) if wanted.checksum else None
         # Accept invalid HTTP, as monit does. This is safe, because a probe does not forward data that another parser
@@ -219,7 +226,7 @@ class PageReader:
         )
 
     def on_header(self, name: bytes, _value: bytes) -> None:
-        self.has_status_line = True
+        self.has_status_line = True  # the parser reports headers only after a valid status line
         self.has_length = self.has_length or name.lower() == b"content-length"
 
     def on_headers_complete(self) -> None:
@@ -229,29 +236,30 @@ class PageReader:
         self.has_head = self.status >= FINAL_STATUS
 
     def on_body(self, data: bytes) -> None:
+        # Only the beginning of the page is searched for the pattern, but the checksum covers the whole page.
         self.page += data[: MAX_CONTENT_BYTES - len(self.page)]
         if self.digest:
             self.digest.update(data)
 
     def on_message_complete(self) -> None:
-        self.is_whole = self.is_whole or self.has_head
+        self.is_whole = self.is_whole or self.has_head  # an interim response does not count
 
     def read(self, data: bytes) -> None:
         """Feed data to the parser. Raises ``_WrongError`` if the data is not HTTP."""
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # another protocol follows status 101, which monit accepts as an answer
+        except httptools.HttpParserUpgrade:  # the server switches to another protocol, which monit accepts
             self.has_head = self.is_whole = True
         except httptools.HttpParserError as exc:
             if not self.has_status_line:
                 raise _WrongError("does not answer like an http server") from exc
-            # A header is invalid, but the status counts, as in monit.
+            # The rest of the response is invalid. As in monit, the status is used anyway.
             self.status = self.parser.get_status_code()
             self.has_head = self.is_whole = True
 
 
-async def _http(line: _Conversation, connection: Connection) -> None:
-    """Send one GET request and check the response. Redirects are not followed. Any status of 400 or above is a failure,
+async def _http(conversation: _Conversation, connection: Connection) -> None:
+    """Send a GET request and check the response. Redirects are not followed. Any status of 400 or above is a failure,
     even 401 and 403.
     """
     protocol, path = connection.protocol, requested(connection.protocol)
@@ -261,17 +269,17 @@ async def _http(line: _Conversation, connection: Connection) -> None:
     if protocol.credentials:
         secret = base64.b64encode(protocol.credentials.encode("utf-8", "surrogateescape")).decode()
         head.append(f"Authorization: Basic {secret}")
-    await line.send("".join(f"{each}\r\n" for each in [*head, ""]).encode("utf-8", "surrogateescape"))
+    await conversation.send("".join(f"{each}\r\n" for each in [*head, ""]).encode("utf-8", "surrogateescape"))
     response, received = PageReader(protocol), 0
     while not response.has_head:
-        if received > MAX_HEAD_BYTES or not await line.more():
+        if received > MAX_HEAD_BYTES or not await conversation.more():
             raise _WrongError("does not answer like an http server")
-        received += len(line.received)
-        response.read(line.taken())
+        received += len(conversation.received)
+        response.read(conversation.taken())
     if response.status >= BAD_STATUS:
         raise _WrongError(f"answers {shown} with status {response.status}")
-    while not response.is_whole and await line.more():
-        response.read(line.taken())
+    while not response.is_whole and await conversation.more():
+        response.read(conversation.taken())
     if protocol.content:
         search = partial(posix_regex.compiled(protocol.content).search, bytes(response.page))
         if await blocking.call(f"page of {where(connection)}", search) == protocol.is_negated:
@@ -282,12 +290,13 @@ async def _http(line: _Conversation, connection: Connection) -> None:
 
 
 def requested(protocol: Protocol) -> str:
-    """Return a request's path, in which the same characters are percent-encoded as in monit, including ``%``."""
+    """Return a request's path, percent-encoded as by monit, which also encodes ``%``."""
     path = protocol.request or "/"
     return urllib.parse.quote(path.encode("utf-8", "surrogateescape"), safe="!$&'()*+,-./:;=?@_~")
 
 
 def _host(connection: Connection) -> str:
+    """Return the default value of the Host header."""
     host = connection.host or "localhost"
     return host if connection.unixsocket or connection.port == HTTP_PORT else f"{host}:{connection.port}"
 
@@ -296,21 +305,23 @@ def _host(connection: Connection) -> str:
 
 
 async def echo(host: str, test: Echo) -> str | None:
-    """Return why a host does not answer echo requests, "" if it does, or None if this container may not send them."""
+    """Send up to ``test.count`` echo requests to a host, one after the other. Return "" as soon as the host answers,
+    the reason if it does not, or None if this container is not allowed to send such requests.
+    """
     allowed = test.timeout or NET_TIMEOUT
     try:
         endpoints = await _addresses(host, 0, socket.SOCK_DGRAM, allowed)
         address = next((address for family, address in endpoints if family is socket.AF_INET), None)
         if address is None:
             return f"{host} has no address of IPv4"
-        opened = _echoing()
-        if opened is None:
+        sock = _icmp_socket()
+        if sock is None:
             return None
-        with opened:
+        with sock:
             for number in range(test.count):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(allowed):
-                        await _answered(opened, address, number)
+                        await _exchange_echo(sock, address, number)
                         return ""
     except TimeoutError:
         return f"cannot look up {host} within {allowed} seconds"
@@ -319,9 +330,9 @@ async def echo(host: str, test: Echo) -> str | None:
     return f"{host} does not answer {test.count} echo requests"
 
 
-def _echoing() -> socket.socket | None:
-    """Open a socket for echo requests. A raw socket is used only if this user may not open an unprivileged ICMP socket.
-    Return None if neither kind is allowed.
+def _icmp_socket() -> socket.socket | None:
+    """Open a socket for echo requests: an unprivileged ICMP socket or, if this user is not allowed to open one, a raw
+    socket. Return None if neither is allowed.
     """
     for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW):
         with contextlib.suppress(PermissionError):
@@ -329,23 +340,25 @@ def _echoing() -> socket.socket | None:
     return None
 
 
-async def _answered(sock: socket.socket, address: Address, number: int) -> None:
-    """Send one echo request and wait for the matching reply. Other messages are ignored."""
-    loop, mark = asyncio.get_running_loop(), os.urandom(16)
+async def _exchange_echo(sock: socket.socket, address: Address, number: int) -> None:
+    """Send one echo request and wait for its reply. The reply is recognized by its random payload, because the kernel
+    replaces the identifier in messages of an unprivileged socket. Other messages are ignored.
+    """
+    loop, payload = asyncio.get_running_loop(), os.urandom(16)
     ident = os.getpid() & 0xFFFF
     head = struct.pack("!BBHHH", ECHO_REQUEST, 0, 0, ident, number)
-    checksum = _checksum(head + mark)
-    await loop.sock_sendto(sock, struct.pack("!BBHHH", ECHO_REQUEST, 0, checksum, ident, number) + mark, address)
+    checksum = _checksum(head + payload)
+    await loop.sock_sendto(sock, struct.pack("!BBHHH", ECHO_REQUEST, 0, checksum, ident, number) + payload, address)
     while True:
         answer = await loop.sock_recv(sock, CHUNK)
-        if sock.type == socket.SOCK_RAW:  # a raw socket also returns the IP header
+        if sock.type == socket.SOCK_RAW:  # remove the IP header, whose length in words is in its first byte
             answer = answer[(answer[0] & 0x0F) * 4 :]
-        if answer[:1] == bytes([ECHO_REPLY]) and answer[8:] == mark:
+        if answer[:1] == bytes([ECHO_REPLY]) and answer[8:] == payload:  # the header takes up 8 bytes
             return
 
 
 def _checksum(message: bytes) -> int:
-    """Return the checksum of a message with an even length (RFC 1071)."""
+    """Return the Internet checksum (RFC 1071) of a message with an even length."""
     total: int = sum(struct.unpack(f"!{len(message) // 2}H", message))
     total = (total & 0xFFFF) + (total >> 16)
     return 0xFFFF ^ (total + (total >> 16)) & 0xFFFF

@@ -51,16 +51,19 @@ _TYPES: Final = {
 
 
 class PathWatch:
-    """A check of a path, with the values from the last time it was examined. Only one thread at a time may use it."""
+    """A check of a path, and the values that it found last time. Not thread-safe."""
 
     def __init__(self, spec: ProcessSpec, path: Path) -> None:
         self._spec = spec
         self._path = path
         self._seen: dict[int, object] = {}
-        """The previous values, keyed by the number of the rule that needs them for a comparison."""
+        """The values to compare with, keyed by the number of the rule: the previous values or, for a checksum, the
+        first.
+        """
         self._digests: dict[Algorithm, tuple[tuple[int, ...], str]] = {}
         """The last checksum by algorithm, with the state of the file for which it was computed."""
         self._inode = 0
+        """Inode number of the file whose lines were compared last, or 0 before the first time."""
         self._read_to = 0
         """Offset up to which lines have been compared."""
 
@@ -84,9 +87,13 @@ class PathWatch:
         return [*found, *((number, CheckResult(bool(troubles), text)) for number, _ in self._rules(Unreadable))]
 
     def _rules(self, *kinds: type) -> Iterator[tuple[int, Rule]]:
+        """Yield a pair (number, rule) for each rule whose test is one of ``kinds``."""
         return ((number, rule) for number, rule in enumerate(self._spec.rules) if isinstance(rule.test, kinds))
 
     def _findings(self, opened: Opener, status: os.stat_result, troubles: list[str]) -> Iterator[Numbered]:
+        """Yield the results of all rules except ``Unreadable``. If the path has the wrong type, yield only the result
+        of the ``WrongType`` rule. Errors that occur while a file is read are appended to ``troubles``.
+        """
         if self._spec.kind in _TYPES:
             is_right, noun = _TYPES[self._spec.kind]
             is_wrong = not is_right(status.st_mode)
@@ -108,6 +115,7 @@ class PathWatch:
                 troubles.append(exc.strerror or str(exc))
 
     def _figures(self, status: os.stat_result) -> Mapping[str, float]:
+        """Return the figures that rules can compare with a limit."""
         if self._spec.kind == "filesystem":
             return usage(self._path)
         changed_at = max(status.st_mtime, status.st_ctime)
@@ -116,6 +124,7 @@ class PathWatch:
     def _compared(
         self, number: int, test: object, figures: Mapping[str, float], opened: Opener, status: os.stat_result
     ) -> Iterator[Numbered]:
+        """Yield the result of a test that compares a value with the expected or the previous one."""
         if isinstance(test, Unlike):
             wanted, actual = self._wanted(number, test, opened, status)
             yield number, CheckResult(wanted != actual, f"{test.what} of {self._path} is {actual}, not {wanted}")
@@ -131,14 +140,14 @@ class PathWatch:
                 case _:
                     now = max(status.st_mtime_ns, status.st_ctime_ns)
             before, self._seen[number] = self._seen.get(number, now), now
-            has = "was changed" if before != now else "was not changed"
-            # monit reports each change of flags, but not that they have stopped changing.
+            verb = "was changed" if before != now else "was not changed"
+            # monit reports every change of the flags, but never a recovery.
             if before != now or test.what != "fsflag":
-                yield number, CheckResult(before != now, f"{test.what} {has} for {self._path}")
+                yield number, CheckResult(before != now, f"{test.what} {verb} for {self._path}")
 
     def _wanted(self, number: int, test: Unlike, opened: Opener, status: os.stat_result) -> tuple[object, object]:
-        """Return the value that the test expects, and the actual value. If the test does not give the expected
-        checksum, the first checksum seen for rule ``number`` is expected.
+        """Return the value that the test expects, and the actual value. If the test does not contain a checksum, it
+        expects the first checksum that was computed for the rule ``number``.
         """
         match test.what:
             case "permission":
@@ -151,7 +160,9 @@ class PathWatch:
         return test.value or self._seen.setdefault(number, actual), actual
 
     def _digest(self, opened: Opener, status: os.stat_result, algorithm: Algorithm) -> str:
-        """Return the file's checksum. If the file has not changed since the last call, it is not read again."""
+        """Return the file's checksum. If the file has not changed since the last call, it is not read again. Raises
+        ``OSError`` if the file cannot be read within ``MAX_DIGEST_S`` seconds.
+        """
         state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         known = self._digests.get(algorithm)
         if known is not None and known[0] == state:
@@ -169,25 +180,26 @@ class PathWatch:
 
     def _matches(self, opened: Opener, status: os.stat_result) -> Iterator[Numbered]:
         """Apply the rules' patterns to the lines written since the last call, and yield the findings. The first call
-        begins at the end of the file.
+        begins at the end of the file. A rule fails if its pattern matches.
         """
-        quiet: dict[int, int] = {}
+        misses: dict[int, int] = {}
+        """Number of lines since the last match, by rule."""
         hits = 0
         for line, end in self._lines(opened, status):
             for number, finding in self._match(line):
-                quiet[number] = 0 if finding.fails else quiet.get(number, 0) + 1
+                misses[number] = 0 if finding.fails else misses.get(number, 0) + 1
                 hits += finding.fails
-                if quiet[number] <= MAX_HISTORY:  # further cycles without a match make no difference
+                if misses[number] <= MAX_HISTORY:  # further lines without a match make no difference
                     yield number, finding
             self._read_to = end
-            if hits >= MAX_HITS:
+            if hits >= MAX_HITS:  # the next call continues after this line
                 return
 
     def _lines(self, opened: Opener, status: os.stat_result) -> Iterator[tuple[bytes, int]]:
-        """Yield each complete line with the offset of its end."""
+        """Yield each complete new line, and the offset at which it ends."""
         if not self._inode:
             self._read_to = status.st_size
-        elif status.st_ino != self._inode or self._read_to > status.st_size:
+        elif status.st_ino != self._inode or self._read_to > status.st_size:  # the file was replaced or truncated
             self._read_to = 0
         self._inode = status.st_ino
         if self._read_to == status.st_size:
@@ -198,28 +210,36 @@ class PathWatch:
         while (end := content.find(b"\n", at)) >= 0:
             yield content[at : min(end, at + MAX_LINE_BYTES)], begin + end + 1
             at = end + 1
-        if at == 0 and len(content) == MAX_LOOK_BYTES:  # the line is longer than one read
+        if at == 0 and len(content) == MAX_LOOK_BYTES:  # a line longer than one read is split
             yield content[:MAX_LINE_BYTES], begin + len(content)
 
     def _match(self, line: bytes) -> Iterator[Numbered]:
+        """Yield the results of ``Match`` rules for one line. If an ``ignore match`` statement excludes the line, stop
+        before the first rule that matches the line.
+        """
         for number, rule in self._rules(Match):
             assert isinstance(rule.test, Match)
-            has = _has(rule.test, line)
-            if has and any(_has(test, line) for test in self._spec.passed_over):
+            is_match = _is_match(rule.test, line)
+            if is_match and any(_is_match(test, line) for test in self._spec.passed_over):
                 return
             shown = line.partition(b"\0")[0].decode(errors="replace")  # in monit, a string ends at the first NUL
-            yield number, CheckResult(has, f"content {'matches' if has else 'does not match'} [{shown}]")
+            yield number, CheckResult(is_match, f"content {'matches' if is_match else 'does not match'} [{shown}]")
 
 
 def _refuse(why: OSError) -> int:
+    """Raise ``why``. Used as the ``Opener`` for a file whose content must not be read."""
     raise why
 
 
-def _has(test: Match, line: bytes) -> bool:
+def _is_match(test: Match, line: bytes) -> bool:
+    """Return True if the line matches the pattern or, for a negated test, does not match it."""
     return posix_regex.compiled(test.pattern).search(line) != test.is_negated
 
 
 def _uid(owner: str) -> int:
+    """Return the uid of a user, which is a name or a number. If there is no such user, raise ``OSError``. The rule then
+    has no result, as for an unreadable path.
+    """
     try:
         return int(owner) if owner.isdecimal() else pwd.getpwnam(owner).pw_uid
     except KeyError:
@@ -227,6 +247,9 @@ def _uid(owner: str) -> int:
 
 
 def _gid(owner: str) -> int:
+    """Return the gid of a group, which is a name or a number. If there is no such group, raise ``OSError``. The rule
+    then has no result, as for an unreadable path.
+    """
     try:
         return int(owner) if owner.isdecimal() else grp.getgrnam(owner).gr_gid
     except KeyError:

@@ -16,8 +16,8 @@ from agent_shim.supervisor.monit import parser
 from agent_shim.supervisor.monit.ast import JobFile
 
 VCAP: Final = "vcap"
-"""The group of the services that the Director starts and stops and whose state is reported to it. Services in other
-groups are supervised as well.
+"""The Director starts and stops the services in this group, and their state is reported to it. Services in other groups
+are supervised as well.
 """
 
 NEVER_RESTARTED: Final = "restart when it ends (it has no stop program)"
@@ -34,7 +34,7 @@ class RestartLimit(msgspec.Struct, frozen=True):
 class ProcessSpec(msgspec.Struct, frozen=True):
     """One supervised service. If it has an ``error``, it is invalid, and only ``name`` and ``job`` can be used.
 
-    ``kind`` is the type word of the check. A process is identified by ``pidfile`` or by ``pattern``, a regular
+    ``kind`` is the word after ``check``. A process is identified by ``pidfile`` or by ``pattern``, a regular
     expression for its command line. File, directory, fifo and filesystem checks have a ``path``, and host checks have
     an ``address``.
     """
@@ -71,7 +71,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     """Parsed statements that have no effect. Only their first words are kept, because the rest may contain a password.
 
     If the service is never restarted because it has no stop program, this is listed too, because the author of the
-    monit file may not be aware of it.
+    monit file might not be aware of it.
     """
     error: str = ""
 
@@ -81,17 +81,19 @@ class ProcessSpec(msgspec.Struct, frozen=True):
         process.
         """
         parts = (self.pidfile or "").split("/")
-        if parts[-4:-2] == ["run", "bpm"]:
-            return self.name, bpm_label(parts[-2], Path(parts[-1]).stem)
+        if parts[-4:-2] == ["run", "bpm"]:  # the pidfile is run/bpm/JOB/PROCESS.pid
+            job, file_name = parts[-2:]
+            return self.name, bpm_label(job, Path(file_name).stem)
         return (self.name,)
 
     @property
     def is_process(self) -> bool:
+        """True if the check watches a process. Checks of a path, a host or the machine have no process."""
         return self.kind == "process"
 
     @property
     def absence_words(self) -> str:
-        """monit's text for the absence of the process or path (validate.c)."""
+        """monit's wording for a missing process or path (validate.c)."""
         return "process is not running" if self.is_process else f"{self.kind} doesn't exist"
 
     @property
@@ -100,7 +102,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 
     @property
     def why_not_restarted(self) -> str:
-        """Why the service is not restarted after an exit, or "" if it is.
+        """The reason why the service is not restarted after an exit, or "" if the service is restarted.
 
         monit restarts only processes with a start and a stop program, and never passive services.
         """
@@ -126,10 +128,12 @@ def plan(
     """Return all services' specs, in the order of the files. If ``has_bpm`` is set, the agent itself runs the processes
     that monit files start with bpm; otherwise, bpm is run like any other program.
 
-    ``acted_on`` are the first words of statements outside of checks that the caller acts on, such as ``set daemon``.
+    ``acted_on`` lists statements outside of checks on which the caller acts, by their first one or two words, such as
+    ``include`` or ``set daemon``. These statements are not listed as unsupported.
 
-    If one of a job's files is invalid or conflicts with other jobs' files, the job becomes one service with an
-    ``error`` and the job's name. Other jobs are not affected, because dependencies on that job's services are ignored.
+    If one of a job's files is invalid or conflicts with other jobs' files, the job becomes a single service with an
+    ``error``. The service is named after the job, with ``-monit`` appended if that name is already taken. Other jobs
+    are not affected, because dependencies on that job's services are ignored.
     """
     parsed: list[tuple[str, values.MonitFile]] = []
     errors: dict[str, str] = {}
@@ -141,6 +145,8 @@ def plan(
             parsed.append((source.job, parser.parse(source.text, origin=origin)))
         except ConfigError as exc:
             errors[source.job] = str(exc)
+    # Repeat this, because leaving out a job at fault may reveal further conflicts. The loop ends, because jobs that
+    # already have an error are not examined again.
     while found := _problems(parsed, errors):
         errors |= found
     order = list(dict.fromkeys(file.job for file in files))
@@ -156,7 +162,9 @@ def plan(
 
 
 def _problems(parsed: Sequence[tuple[str, values.MonitFile]], errors: Mapping[str, str]) -> dict[str, str]:
-    """Find conflicts between the monit files of jobs without errors. Return an error message for each job at fault."""
+    """Find conflicts between the monit files of those jobs that are not in ``errors``. Return an error message for each
+    job at fault.
+    """
     jobs = {file.origin: job for job, file in parsed}
     good = [file for job, file in parsed if job not in errors]
     return {
@@ -168,12 +176,19 @@ def _problems(parsed: Sequence[tuple[str, values.MonitFile]], errors: Mapping[st
 
 
 def _specs(job: str, file: values.MonitFile, acted_on: frozenset[str]) -> list[ProcessSpec]:
-    """Return the services in a file. Unsupported statements outside of checks are listed with the first service."""
+    """Return the services in a file. Unsupported statements outside of checks, except those in ``acted_on``, are listed
+    with the first service (see ``plan``).
+    """
     found = []
-    ignored = [each for each in file.ignored if not acted_on & {each.first_words, each.first_words.split()[0]}]
+    # ``acted_on`` contains statements of one word (``include``) and of two words (``set daemon``).
+    ignored = [
+        statement
+        for statement in file.ignored
+        if acted_on.isdisjoint((statement.first_words, statement.first_words.split()[0]))
+    ]
     for number, check in enumerate(file.services):
-        own = ("", check.name) if number == 0 else (check.name,)
-        unsupported = [each.first_words for each in ignored if each.service in own]
+        own = ("", check.name) if number == 0 else (check.name,)  # statements outside of checks belong to ""
+        unsupported = [statement.first_words for statement in ignored if statement.service in own]
         spec = spec_of(job, check)
         if is_never_restarted(spec):
             unsupported.append(NEVER_RESTARTED)
@@ -191,7 +206,7 @@ def is_never_restarted(spec: ProcessSpec) -> bool:
 
 def spec_of(job: str, check: values.Check) -> ProcessSpec:
     """Return the service that a check defines."""
-    absence, cycles, change = values.Action("restart"), 1, values.ALERT
+    absence, cycles, change = values.Action("restart"), 1, values.ALERT  # monit's defaults
     limits: list[RestartLimit] = []
     rules: list[values.Rule] = []
     for rule in check.rules:
@@ -204,7 +219,7 @@ def spec_of(job: str, check: values.Check) -> ProcessSpec:
                 limits.append(RestartLimit(count, within, rule.action))
             case _:
                 rules.append(rule)
-    rules += own_rules(check)
+    rules += implicit_rules(check)
     return ProcessSpec(
         name=check.name,
         job=job,
@@ -230,8 +245,8 @@ def spec_of(job: str, check: values.Check) -> ProcessSpec:
     )
 
 
-def own_rules(check: values.Check) -> Iterator[values.Rule]:
-    """Yield the rules that monit adds to every check of a path (``createservice`` in ``p.y``)."""
+def implicit_rules(check: values.Check) -> Iterator[values.Rule]:
+    """Yield the rules that monit itself adds to a check of a path (``createservice`` in ``p.y``)."""
     if check.kind in ("file", "directory", "fifo"):
         yield values.Rule(values.WrongType(), values.Action("restart"))
     if check.kind in ("file", "directory", "fifo", "filesystem"):

@@ -2,7 +2,7 @@
 
 ``regcomp`` and ``regexec`` accept exactly monit's dialect, match in time proportional to the text, and release the
 interpreter lock. Therefore, a job's log line or command line cannot block the agent, as it could with a backtracking
-engine. Back references are refused, because with them, the library backtracks too. As in monit, the "C" locale is used,
+engine. Back references are rejected, because they make the library backtrack too. As in monit, the "C" locale is used,
 in which a character is a byte.
 """
 
@@ -15,14 +15,16 @@ import re
 import weakref
 from typing import Final
 
+# Constants from the C library's regex.h and locale.h.
 _REG_EXTENDED: Final = 1
 _REG_NOSUB: Final = 8
+_LC_ALL_MASK: Final = 0x1FBF
 _REGEX_BYTES: Final = 256
 """Size of the buffer for a ``regex_t``. A ``regex_t`` needs 64 bytes in glibc, and less than this buffer in every other
 C library.
 """
-_LC_ALL_MASK: Final = 0x1FBF
 _PIECE: Final = rb"(?s)\\.|\[\^?\]?(?:\[[:.=].*?[:.=]\]|[^\]])*\]?|."
+"""Matches an escaped character, a bracket expression, or any other character of a pattern."""
 
 
 class Pattern:
@@ -37,14 +39,16 @@ class Pattern:
         pieces = re.findall(_PIECE, pattern)
         if any(re.fullmatch(rb"\\[1-9]", piece) for piece in pieces):
             raise ValueError("a back reference: matching it may take forever")
+        # Compile the original pattern first, so that an error refers to it.
         self._compile(pattern)
+        # Anchor the pattern so that the text is read only once. Otherwise, the library would try one start position
+        # after the other. A pattern with an unmatched ")" is not anchored, because the added "(" would pair with it.
         depths = list(itertools.accumulate((piece == b"(") - (piece == b")") for piece in pieces))
-        if min(depths, default=0) >= 0:  # in a pattern with an unmatched ")", the added parentheses would pair with it
-            # Anchor the pattern so that the text is read only once. Otherwise, the library would try one start position
-            # after the other.
+        if min(depths, default=0) >= 0:
             self._compile(b"^.*(" + pattern + b")")
 
     def _compile(self, pattern: bytes) -> None:
+        """Compile ``pattern`` and store the result. Raises ``ValueError`` if the pattern is invalid."""
         compiled, libc = ctypes.create_string_buffer(_REGEX_BYTES), library()
         before = libc.uselocale(_c_locale())
         try:
@@ -72,6 +76,7 @@ def compiled(pattern: str) -> Pattern:
 
 @functools.cache
 def library() -> ctypes.CDLL:
+    """Load the C library, and declare the functions that are used here."""
     libc = ctypes.CDLL(None)
     libc.newlocale.restype = libc.uselocale.restype = ctypes.c_void_p
     libc.newlocale.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
@@ -86,5 +91,6 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def _c_locale() -> int:
+    """Return a handle for the "C" locale, which is never freed."""
     found: int = library().newlocale(_LC_ALL_MASK, b"C", None)
     return found

@@ -109,9 +109,7 @@ class ServiceInfo(msgspec.Struct, frozen=True):
 
 
 class _Sample(NamedTuple):
-    """One measurement of the CPU time of a process tree and of its root alone, with the percentages reported at that
-    time.
-    """
+    """The CPU times of a process tree and of its root alone at one moment, with the percentages reported then."""
 
     identity: Identity
     taken_at: float
@@ -122,7 +120,7 @@ class _Sample(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """Processes by pid, and the pids of the children of each process that has any."""
+    """Processes by pid, and the pids of each process's children."""
 
     processes: MutableMapping[int, proc.Stat]
     children: Mapping[int, list[int]]
@@ -136,25 +134,28 @@ class _ProcessReader:
     more, a thread reads them and takes at most ``PASS_SHARE`` of a processor.
 
     Between passes, the result of the last pass is combined with the current main processes of services, so that no
-    caller has to wait. The figures of descendants are then as old as that pass.
+    caller has to wait. The figures of descendants are then as old as the last pass.
     """
 
     def __init__(self) -> None:
         self._last: _Look = _NO_LOOK
         self._due_at = float("-inf")
-        self._reader: threading.Thread | None = None  # noqa: TID251 - see ``_read_apart``
+        self._reader: threading.Thread | None = None  # noqa: TID251 - see ``_read_in_thread``
 
     def now(self, leaders: Collection[int]) -> _Look:
-        """Return the processes, always including the living ``leaders``."""
+        """Return the processes. ``leaders`` are the pids of services' main processes, whose figures are always
+        current.
+        """
         if (self._reader is None or not self._reader.is_alive()) and time.monotonic() >= self._due_at:
-            if self._read(partial(proc.small_table, MAX_INLINE_PROCESSES)):
+            if self._read(partial(proc.small_table, MAX_INLINE_PROCESSES)):  # False if there are too many
                 return self._last
-            self._read_apart()
+            self._read_in_thread()
         present = {pid: stat for pid in leaders if (stat := proc.stat(pid)) is not None}
         last = self._last  # read this once, because the thread may replace it at any time
         return _Look(ChainMap(present, last.processes), last.children)
 
-    def _read_apart(self) -> None:
+    def _read_in_thread(self) -> None:
+        """Begin to read all processes in a thread, without waiting for the result."""
         try:
             # Do not use ``blocking.call``, because it would wait for this thread's result.
             name = "many processes"
@@ -164,17 +165,21 @@ class _ProcessReader:
             logger.warning("cannot read %d and more processes: %s", MAX_INLINE_PROCESSES, exc)
 
     def _read(self, read: Callable[[], dict[int, proc.Stat] | None]) -> bool:
-        begun = time.thread_time()
-        found = read()
-        if found is not None:
-            self._last = _Look(found, proc.children(found))
-            self._due_at = time.monotonic() + (time.thread_time() - begun) / PASS_SHARE
-        return found is not None
+        """Read all processes with ``read``, and set the time of the next pass. Return False if there are too many
+        processes, in which case ``read`` has returned None.
+        """
+        cpu_before = time.thread_time()
+        processes = read()
+        if processes is None:
+            return False
+        self._last = _Look(processes, proc.children(processes))
+        self._due_at = time.monotonic() + (time.thread_time() - cpu_before) / PASS_SHARE
+        return True
 
 
 class ProcessStats:
-    """Collects figures from ``/proc`` for each query. ``memory_total`` returns the number of bytes that counts as 100
-    percent.
+    """Collects figures from ``/proc`` for each query. ``memory_total`` returns the memory size in bytes that counts as
+    100%.
     """
 
     def __init__(self) -> None:
@@ -183,31 +188,33 @@ class ProcessStats:
         self._processes = _ProcessReader()
 
     def describe(self, services: Iterable[Service]) -> list[ServiceInfo]:
-        """Describe services. As in monit, all figures of a service that is unmonitored or has no process are 0."""
+        """Describe services. As in monit, age, memory and CPU time are 0 for a service that is unmonitored or has no
+        process.
+        """
         services = list(services)
         try:
             leaders = [each.process.pid for each in services if each.process is not None]
             processes, children = self._processes.now(leaders)
-        except OSError:  # out of file descriptors
+        except OSError:  # out of file descriptors, so all figures are 0
             processes, children = _NO_LOOK
         total_kb = max(1, self.memory_total() // 1024)
         found = []
         for service in services:
             info = ProcessInfo(service.name, service.reported)
-            own: dict[str, Any] = {}
+            figures: dict[str, Any] = {}
             process = service.process if service.process is not None and service.process.is_alive else None
             if process is not None and process.pid in processes and service.state in MONITORED:
                 tree = [processes[pid] for pid in proc.descent(children, [process.pid])]
                 kb = sum(stat.resident_kb for stat in tree)
                 uptime = clock.uptime_of(process.start_ticks)
-                alone = processes[process.pid]
+                root = processes[process.pid]
                 ticks = sum(stat.cpu_ticks for stat in tree)
-                cpu, own_cpu = self._cpu_shares(service.name, process.identity, ticks, alone.cpu_ticks, uptime)
-                own = {
-                    "parent": alone.parent,
+                cpu, own_cpu = self._cpu_shares(service.name, process.identity, ticks, root.cpu_ticks, uptime)
+                figures = {
+                    "parent": root.parent,
                     "children": len(tree) - 1,
-                    "own_mem_kb": alone.resident_kb,
-                    "own_mem_percent": 100 * alone.resident_kb / total_kb,
+                    "own_mem_kb": root.resident_kb,
+                    "own_mem_percent": 100 * root.resident_kb / total_kb,
                     "own_cpu": own_cpu,
                     "started_at": clock.wall_time_of(process.start_ticks),
                     "cpu_seconds": sum(stat.cpu_ticks + stat.reaped_ticks for stat in tree) / clock.TICKS,
@@ -234,7 +241,7 @@ class ProcessStats:
                     exits=service.record.exits,
                     oom_kills=service.record.oom_kills,
                     responses=tuple(_responses(service)),
-                    **own,
+                    **figures,
                 )
             )
         return found
@@ -242,8 +249,10 @@ class ProcessStats:
     def _cpu_shares(
         self, name: str, identity: Identity, ticks: int, own_ticks: int, uptime: int
     ) -> tuple[float, float]:
-        """Return the share of all processors, in percent, that a process tree has used since the last sample, and the
-        share of its root process alone. If there is no sample yet, the shares are averages since the process started.
+        """Return the percentage of all processors' time that a process tree has used since the last sample, and the
+        percentage that its root process alone has used. If there is no sample of this process yet, the shares are
+        averages since the process started. ``ticks`` and ``own_ticks`` are the CPU times so far, and ``uptime`` is in
+        seconds.
         """
         now = time.monotonic()
         last = self._samples.get(name)
@@ -258,12 +267,16 @@ class ProcessStats:
 
 
 def _responses(service: Service) -> Iterator[ResponseInfo]:
+    """Yield the last responses to the service's connection and echo requests. As in monit, the last rule comes
+    first.
+    """
     for number, rule in reversed(list(enumerate(service.spec.rules))):
         seconds = service.responses.get(number, 0.0)
         match rule.test:
             case Echo():
                 yield ResponseInfo("ICMP", seconds)
             case Connection(host, port, path, protocol, _, is_udp):
+                # Like monit, show all protocol names in upper case except ``generic``.
                 name = protocol.name if protocol.name == "generic" else protocol.name.upper()
                 request = requested(protocol) if protocol.request else ""
                 kind = "UNIX" if path else "UDP" if is_udp else "TCP"

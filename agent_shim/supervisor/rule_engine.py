@@ -1,10 +1,10 @@
-"""Evaluates services' rules: tests them every ten seconds, counts the results and carries out the actions.
+"""Evaluates services' rules: tests them once per cycle, counts the results and carries out the actions.
 
 As in monit, the cycles of a process are counted from its start, and the cycles of other checks begin immediately. A new
-process is ``running`` once its ports answer. During its first cycle, its ports are therefore tested up to ``STEPS``
-times. Services due at about the same time share one pass over ``/proc``. Each slow test (a connection, a path) runs in
-a separate task, but never twice at the same time, so a test that hangs does not delay others. ``rule_counter``
-counts failures. docs/monit-deviations.md lists differences from monit.
+process is ``running`` once its ports answer, so its ports are tested up to ``STEPS`` times before its first cycle.
+Services due at about the same time share one pass over ``/proc``. Each slow test (a connection, a path) runs in a
+separate task, so a test that hangs does not delay others. The same test never runs twice at the same time.
+``rule_counter`` counts failures. docs/monit-deviations.md lists differences from monit.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class _CycleProcesses:
     def __init__(self) -> None:
         self.at, begun = time.monotonic(), time.thread_time()
         self.processes = proc.table()
-        self._below = proc.children(self.processes)
+        self._children = proc.children(self.processes)
         self.cost = time.thread_time() - begun
         """CPU seconds spent on reading all processes."""
 
     def tree(self, root: int) -> list[proc.Stat]:
         """Return a process and all its descendants, starting with the process itself."""
-        below = proc.descent(self._below, [root]) - {root}
-        return [self.processes[root], *(self.processes[pid] for pid in below)]
+        descendants = proc.descent(self._children, [root]) - {root}
+        return [self.processes[root], *(self.processes[pid] for pid in descendants)]
 
 
 class _ServiceChecks:
-    """The state of a service's tests. It is valid for one process and one set of rules."""
+    """The state of a service's tests, which is valid for one process and one set of rules."""
 
     def __init__(self, service: Service, period: float) -> None:
         """Begin to count cycles. For a process, the first cycle begins one period after its start, because monit sleeps
@@ -80,17 +80,20 @@ class _ServiceChecks:
         """Keys of the tests in progress."""
         self.path = PathWatch(self.spec, self.spec.path) if self.spec.path is not None else None
         self._ticks: dict[Identity, int] = {}
+        """CPU ticks of each process in the tree at the last check, which was at ``_read_at``."""
         self._read_at = 0.0
         self._parent: int | None = None
+        """Pid of the process's parent at the last check, or None before the first check."""
         self._machine: host_stats.CpuTimes | None = None
+        """The machine's CPU times at the last check, or None before the first check."""
 
     def is_of(self, service: Service) -> bool:
         """Return True if the service still has the same process and rules. If not, this object must be replaced."""
         return self.spec is service.spec and self.identity == _identity(service)
 
-    async def process(self, table: _CycleProcesses, memory_total: int) -> list[Numbered]:
-        """Compare the figures of the process and its process tree with the limits of the rules. Return an empty list if
-        the process has just exited.
+    async def check_process(self, table: _CycleProcesses, memory_total: int) -> list[Numbered]:
+        """Compare the figures of the process and its process tree with the limits in the rules, and check whether the
+        parent has changed. Return an empty list if the process has just exited.
         """
         pid, start = self.identity
         root = table.processes.get(pid)
@@ -108,17 +111,17 @@ class _ServiceChecks:
         }
         before, seconds = self._ticks, table.at - self._read_at
         self._ticks, self._read_at = {stat.identity: stat.cpu_ticks for stat in tree}, table.at
-        if root.identity in before:
+        if root.identity in before:  # the first check of a process cannot calculate its CPU usage
             used = [stat.cpu_ticks - before.get(stat.identity, 0) for stat in tree]
             whole = seconds * clock.TICKS * (os.cpu_count() or 1)
             figures |= {"cpu %": percent(used[0], whole), "totalcpu %": percent(sum(used), whole)}
-        known, self._parent = self._parent, root.parent
-        changed = CheckResult(known not in (None, root.parent), f"the parent of process {pid} is {root.parent}")
+        former, self._parent = self._parent, root.parent
+        changed = CheckResult(former not in (None, root.parent), f"the parent of process {pid} is {root.parent}")
         parent_rules = [number for number, rule in enumerate(self.spec.rules) if rule.test == Changed("ppid")]
         return [*judge(self.spec.rules, figures), *((number, changed) for number in parent_rules)]
 
-    def machine(self) -> list[Numbered]:
-        """Compare load, memory, swap and CPU figures with the limits of the rules. Memory and swap are the container's,
+    def check_machine(self) -> list[Numbered]:
+        """Compare load, memory, swap and CPU figures with the limits in the rules. Memory and swap are the container's,
         or the machine's if the container has no lower limit. Blocks for a millisecond.
         """
         host = host_stats.memory()
@@ -138,8 +141,8 @@ class RuleEngine:
     """Evaluates all services' rules. ``run`` never returns."""
 
     def __init__(self, services: Callable[[], Iterable[Service]], memory_total: Callable[[], int], period: float):
-        """Create the engine. ``memory_total`` returns the number of bytes that counts as 100 percent of memory.
-        ``period`` is the length of a cycle in seconds.
+        """Create the engine. ``memory_total`` returns the number of bytes that counts as 100% of memory. ``period`` is
+        the length of a cycle in seconds.
         """
         self._services = services
         self._memory_total = memory_total
@@ -149,19 +152,22 @@ class RuleEngine:
         """Set whenever the services change. This wakes the engine, which sleeps while there are no rules."""
 
     async def run(self) -> NoReturn:
-        """Start the tests that are due, ``STEPS`` times per cycle. Sleep while there are no rules. Never returns."""
+        """Start due tests, checking for them ``STEPS`` times per cycle. Sleep if there are no rules. Never returns."""
         due, cost = time.monotonic(), 0.0
         async with asyncio.TaskGroup() as checks:
             while True:
                 while not any(each.spec.rules for each in self._services()):
                     self.plan_changed.clear()
                     await self.plan_changed.wait()
+                # Wait longer after an expensive pass over /proc, so that passes use only ``PASS_SHARE`` of a CPU.
                 due = max(due + self._period / STEPS, time.monotonic() + cost / PASS_SHARE)
                 await asyncio.sleep(due - time.monotonic())
                 cost = await self._step(checks)
 
     async def _step(self, checks: asyncio.TaskGroup) -> float:
-        """Begin the tests that are due. Return the CPU seconds spent on reading all processes."""
+        """Begin the tests that are due, and test the ports of processes that have just been started. Return the CPU
+        seconds spent on reading all processes.
+        """
         services = [each for each in self._services() if each.spec.rules]
         # Keep the counts of services that are being restarted, and drop those of stopped services.
         before = self._watches
@@ -188,19 +194,23 @@ class RuleEngine:
     def _looks(
         self, service: Service, watch: _ServiceChecks, table: _CycleProcesses | None
     ) -> Iterator[tuple[object, Look]]:
-        """Yield a service's tests. Each has a key, and tests with the same key never overlap."""
+        """Yield a service's tests. Each has a key, and tests with the same key never overlap. ``table`` is None only if
+        no service with a process is due in this step.
+        """
         spec = watch.spec
         if spec.kind == "host":
             yield "host", partial(_ask_host, service, spec)
         elif watch.path is not None:
             yield "path", partial(_look_in_thread, spec.name, watch.path.look)
         elif spec.kind == "system":
-            yield "system", partial(_look_in_thread, spec.name, watch.machine)
+            yield "system", partial(_look_in_thread, spec.name, watch.check_machine)
         elif table is not None:
             for number, rule in enumerate(spec.rules):
                 if isinstance(rule.test, Connection):
                     yield number, partial(_ask, service, rule.test, number)
-            yield "process", partial(watch.process, table, self._memory_total())
+            # Yield this test last, because it finishes without waiting. Otherwise, ``_check`` would set ``is_checked``
+            # before the connection tests have begun.
+            yield "process", partial(watch.check_process, table, self._memory_total())
 
 
 async def _check(service: Service, watch: _ServiceChecks, key: object, look: Look) -> None:
@@ -211,7 +221,7 @@ async def _check(service: Service, watch: _ServiceChecks, key: object, look: Loo
     finally:
         watch.busy.discard(key)
     for number, finding in findings:
-        if service.state not in UP or not watch.is_of(service):
+        if service.state not in UP or not watch.is_of(service):  # an action has changed the service
             return
         rule, counter = watch.spec.rules[number], watch.counters[number]
         turn = counter.add(fails=finding.fails)
@@ -227,13 +237,13 @@ async def _check(service: Service, watch: _ServiceChecks, key: object, look: Loo
         elif turn is RuleTransition.RECOVERED and rule.recovery.kind != "ignore":
             service.notify(kind.succeeded, rule.recovery.kind, finding.text)
             await service.react(rule.recovery, kind.succeeded, finding.text)
-    if not watch.busy - {ANSWERS}:
+    if not watch.busy - {ANSWERS}:  # this was the last of the tests that began together
         service.is_checked = True
 
 
 async def _await_answers(service: Service, watch: _ServiceChecks) -> None:
-    """Test a new process's ports. If all answer, the process counts as running. The results are not counted for any
-    rule.
+    """Test a new process's ports. If all of them answer, the process counts as running. The rules do not count these
+    results.
     """
     watch.busy.add(ANSWERS)
     try:
@@ -246,7 +256,7 @@ async def _await_answers(service: Service, watch: _ServiceChecks) -> None:
 
 
 async def _ask_host(service: Service, spec: ProcessSpec) -> list[Numbered]:
-    """Send echo requests and, unless one of these tests fails, test the ports. Return the results."""
+    """Send echo requests and, unless one of them fails, test the ports. Return the results."""
     rules = list(enumerate(spec.rules))
     echoes = [_echo(service, rule.test, number) for number, rule in rules if isinstance(rule.test, Echo)]
     findings = [each for found in await asyncio.gather(*echoes) for each in found]
@@ -257,6 +267,7 @@ async def _ask_host(service: Service, spec: ProcessSpec) -> list[Numbered]:
 
 
 async def _ask(service: Service, test: Connection, number: int) -> list[Numbered]:
+    """Test a connection, record the response time (-1 for a failure), and return the result for the rule ``number``."""
     begun_at = time.monotonic()
     why = await network_checks.probe(test)
     service.responses[number] = -1.0 if why else time.monotonic() - begun_at
@@ -264,7 +275,7 @@ async def _ask(service: Service, test: Connection, number: int) -> list[Numbered
 
 
 async def _echo(service: Service, test: Echo, number: int) -> list[Numbered]:
-    """Send echo requests, and return the result for the rule ``number``. As in monit, the list is empty if this
+    """Send echo requests, and return the result for the rule ``number``. As in monit, there is no result if this
     container is not allowed to send such requests.
     """
     begun_at, address = time.monotonic(), service.spec.address
@@ -276,6 +287,7 @@ async def _echo(service: Service, test: Echo, number: int) -> list[Numbered]:
 
 
 async def _look_in_thread(name: str, look: Callable[[], Iterable[Numbered]]) -> Iterable[Numbered]:
+    """Run a blocking test. Return no results if the test fails or times out."""
     try:
         return await blocking.call(f"check {name}", look, timeout=LOOK_TIMEOUT_S)
     except (OSError, ValueError) as exc:
@@ -284,6 +296,7 @@ async def _look_in_thread(name: str, look: Callable[[], Iterable[Numbered]]) -> 
 
 
 def _load() -> dict[str, float]:
+    """Return the load averages of the last 1, 5 and 15 minutes, by metric."""
     return dict(zip(("loadavg1", "loadavg5", "loadavg15"), os.getloadavg(), strict=True))
 
 

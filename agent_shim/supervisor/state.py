@@ -78,14 +78,15 @@ class Effect(enum.Flag):
     COUNT = enum.auto()
     """The next start counts towards the restart limits."""
     UNCOUNT = enum.auto()
+    """Undo ``COUNT``, because the restart was replaced by a stop."""
     RELEASE_PROGRAM = enum.auto()
     """Stop watching the start program."""
     FORGET_PROCESSES = enum.auto()
 
 
 class Work(enum.Enum):
-    """The work that a service does in a state. The value is the set of events that complete the work. Requests
-    interrupt it.
+    """The work that a service does in a state. The value of each member is the set of events that complete the work.
+    Requests interrupt the work.
     """
 
     REST = frozenset[Trigger]()
@@ -228,8 +229,8 @@ def reported(state: State, *, fails_a_check: bool = False) -> str:
 def job_state(processes: Iterable[str], *, is_stopped: bool) -> str:
     """Derive the instance state from the process states (jobsupervisor/monit_job_supervisor.go).
 
-    The state is ``stopped`` if the jobs were stopped on purpose. A starting process takes precedence over a failing
-    one. An instance without processes is running.
+    The state is ``stopped`` if the jobs were stopped on purpose. Otherwise, it is ``starting`` if any process is
+    starting, and ``failing`` if any is failing or unknown. An instance without processes is ``running``.
     """
     if is_stopped:
         return "stopped"

@@ -1,7 +1,7 @@
 """Supervises all services of this instance. Handles requests from the Director and operators, and reports to them.
 
-Each change is saved, so that the next agent can continue even if this agent is killed. The ``service`` module
-restarts failed processes.
+Each change is saved, so that the next agent can continue even if this agent is killed. The ``service`` module restarts
+failed processes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ TRIM_PERIOD_S: Final = 10.0
 MEMORY_PERIOD_S: Final = 1.0
 """Interval between checks of processes that have a memory limit in bpm.yml."""
 MEMORY_SHARE: Final = 0.02
-"""Maximum share of a processor that the checks of memory limits may use."""
+"""Maximum share of one CPU that memory limit checks may use."""
 
 
 class Saved(msgspec.Struct):
@@ -76,7 +76,9 @@ class Saved(msgspec.Struct):
 
 
 class Supervisor:
-    """Keeps all jobs' processes in the requested state. Leaving its ``async with`` block leaves them running."""
+    """Keeps all jobs' processes in the requested state. The processes keep running when the supervisor's ``async with``
+    block ends.
+    """
 
     def __init__(
         self,
@@ -93,19 +95,21 @@ class Supervisor:
         """Create a supervisor without services. If ``is_strict`` is set, a bpm process that requests more than the
         container can provide is not started. If ``has_bpm`` is set, the agent runs bpm processes itself; otherwise, the
         release's own bpm is used. The instance is reported as ``starting`` for ``settling()`` seconds after ``start``.
-        ``acted_on`` is passed to ``plan.plan``. ``on_saved`` is called in a thread with each saved state (``Saved`` as
-        JSON), from which the monit replacement writes monit's own state file.
+        ``acted_on`` names the statements outside of checks that the caller carries out, so that they are not listed as
+        unsupported (see ``plan.plan``). ``on_saved`` is called in a thread with each saved state (``Saved`` as JSON).
+        The monit replacement uses it to write monit's own state file.
         """
         self._has_bpm, self._acted_on = has_bpm, acted_on
         self._on_saved = on_saved
         self._settling = settling
         self._settled_at = float("-inf")
+        """Monotonic time at which ``settling`` ends. Until then, a running instance is reported as starting."""
         self._paths = paths
         self._readings = ProcessStats()
         self._kills = Kills()
         self._checks = RuleEngine(self._all, lambda: self._readings.memory_total(), timing.cycle)  # noqa: PLW0108 - this attribute may be replaced later
         self._programs = Programs(paths)
-        self._programs.keepers.on_loss = self._lost_keeper
+        self._programs.keepers.on_loss = self._handle_lost_keeper
         user = "vcap" if paths.is_system else None
         self.bpm = Bpm(paths, self._programs, user=user, is_strict=is_strict)
         restarts = TokenBucket(RESTART_BURST, RESTARTS_PER_SECOND)
@@ -122,23 +126,29 @@ class Supervisor:
             may_start=may_start,
         )
         self._obstacle = ""
+        """Why the services are held (see ``hold``), or ""."""
         self._services: dict[str, Service] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         """The task that runs ``Service.run``, by service name."""
         self._bug: BaseException | None = None
+        """The error of the first service task that failed. ``run`` raises it once ``_has_bug`` is set."""
         self._has_bug = asyncio.Event()
         self._files: Sequence[JobFile] = ()
         self._planned: Sequence[plan.ProcessSpec] = ()
+        """The specs that ``plan`` has derived from ``_files``."""
         self._memory: dict[str, ServiceRecord] = {}
         """Records of services that are not in the current plan. They are kept because an apply forgets all services and
         then configures them again.
         """
         self._is_wanted = False
+        """True if the jobs should run. The value is part of the saved state."""
         self._starting: Sequence[Service] = ()
         """Services that a request is about to start. They keep their previous state until the request is saved."""
         self._incarnation = proc.incarnation()
         self._is_dirty = False
+        """True if there are changes that have not been saved yet."""
         self._is_closed = asyncio.Event()
+        """Set by ``close``, so that ``_save_changes`` does not wait any longer."""
         self._marker_keeps_jobs_stopped = True
         """True if the last saved state and the "stopped" marker together are enough to keep the next agent from
         starting one of the Director's jobs.
@@ -146,13 +156,20 @@ class Supervisor:
         self._unsaved = ""
         """Why the last write of the state failed, or "" if it succeeded."""
         self._is_sealed = False
+        """True once the state must no longer be saved (see ``seal`` and ``disown``)."""
         self.leaves_processes = False
-        """True once ``close`` has released living processes."""
+        """True once ``close`` has released living processes. In that case, the daemon keeps the leases on their
+        volumes.
+        """
         self._saving: asyncio.Task[None] | None = None
+        """The task that saves the state soon after a change (``_save_changes``), if any."""
         self._writing = asyncio.Lock()
+        """Held while the state is being written."""
         self._planning = asyncio.Lock()
+        """Held while the plan is being replaced."""
 
     async def __aenter__(self) -> Self:
+        """Connect to an earlier agent's keepers. ``recover`` or ``configure`` then creates the services."""
         await self._programs.keepers.find()
         return self
 
@@ -160,8 +177,8 @@ class Supervisor:
         await self.close()
 
     async def run(self) -> None:
-        """Run the supervisor's endless tasks in addition to the services. If a service fails because of a bug, raise
-        its error.
+        """Run the supervisor's background tasks alongside the services. If a service fails because of a bug, raise its
+        error.
 
         The daemon then exits, and the next agent takes over the processes and determines the state of the service.
         """
@@ -170,19 +187,21 @@ class Supervisor:
             "memory of bpm processes": self._watch_memory,
             "rules": self._checks.run,
             "pidfiles": partial(_each_beat, cycle, self.check_pidfiles),
-            "output of programs": partial(_each_beat, TRIM_PERIOD_S, self._trim_output),
+            "output of programs": partial(_each_beat, TRIM_PERIOD_S, self._trim_and_count_kills),
         }
-        beside = [asyncio.create_task(run_forever(name, run), name=name) for name, run in works.items()]
+        tasks = [asyncio.create_task(run_forever(name, run), name=name) for name, run in works.items()]
         try:
             await self._has_bug.wait()
             assert self._bug is not None
             raise self._bug
         finally:
-            for task in beside:
+            for task in tasks:
                 task.cancel()
 
-    async def _trim_output(self) -> None:
-        """Truncate large output files, and count the kernel's OOM kills."""
+    async def _trim_and_count_kills(self) -> None:
+        """Truncate large output files, and count new OOM kills. Kills have to be counted regularly, because a kill's
+        age is measured from the moment when the kill was counted.
+        """
         with contextlib.suppress(OSError):
             await self._programs.trim()
         self._kills.count()
@@ -210,7 +229,7 @@ class Supervisor:
         """Kill processes that exceed their memory limit in bpm.yml. The processes are then restarted as after any other
         exit.
         """
-        await self.bpm.used()  # on most instances, this waits forever
+        await self.bpm.used()  # on an instance without bpm processes, this waits forever
         while True:
             begun_at = time.monotonic()
             for kill in await asyncio.to_thread(self.bpm.kill_hogs):
@@ -219,7 +238,7 @@ class Supervisor:
                 used, limit = (f"{size / (1 << 20):.1f} MiB" for size in (kill.used, kill.limit))
                 what = f"process {kill.process} of job {kill.job}"
                 text = f"out of memory: {what} used {used}, its limit is {limit}: it was killed"
-                # A process that a script has started belongs to no service.
+                # A process started by a script belongs to no service, so use the process's own name.
                 self._shared.notify(
                     Event(names[0] if names else kill.process, "Resource limit matched", "restart", text)
                 )
@@ -255,6 +274,8 @@ class Supervisor:
         """
         saved = await asyncio.to_thread(read_saved, self._paths.supervisor_state)
         if saved is None:
+            # Without the saved state, the agent cannot tell whether this is still the same container. In a new
+            # container, unrelated processes could be mistaken for orphans of the killed keepers.
             self._programs.keepers.forget_lost()
             return False
         is_same_container = saved.incarnation == self._incarnation != "" and not root_is_new
@@ -271,7 +292,7 @@ class Supervisor:
                 logger.warning("%s is older than the last stop: the jobs stay stopped", self._paths.supervisor_state)
                 for service in self._concerned():
                     service.stop()
-                    if not is_same_container:
+                    if not is_same_container:  # the processes are gone, so no stop program has to run
                         service.on(Trigger.REBOOTED)
         return True
 
@@ -291,6 +312,7 @@ class Supervisor:
 
     @property
     def is_held(self) -> bool:
+        """True between ``hold`` and ``end_hold``."""
         return not self._shared.may_start.is_set()
 
     def hold(self, obstacle: str = "") -> None:
@@ -306,7 +328,7 @@ class Supervisor:
         self._shared.may_start.set()
 
     async def configure(self, job_files: Sequence[JobFile], *, are_written: bool = True) -> None:
-        """Supervise the services in these files. A service that is already supervised under the same name keeps its
+        """Supervise the services in ``job_files``. A service that is already supervised under the same name keeps its
         state.
 
         A job with invalid files becomes one failing service named after the job. If ``are_written`` is set, the files
@@ -318,22 +340,23 @@ class Supervisor:
             await self._apply_plan(job_files, is_same_container=True)
 
     async def forget(self) -> None:
-        """Stop supervising all services. Processes keep running, and ``configure`` recognises them again."""
+        """Stop supervising all services. Processes keep running, and ``configure`` recognizes them again."""
         async with self._planning:
             await asyncio.to_thread(files.remove_tree, self._paths.monit_job)
             await self._apply_plan((), is_same_container=True)
 
     async def _apply_plan(self, job_files: Sequence[JobFile], *, is_same_container: bool) -> None:
-        """Make the services match these files: change those that remain, create new ones, and stop supervising the
-        others. ``is_same_container`` is explained in ``Service.resume``.
+        """Make the services match ``job_files``: update the services that remain, create new ones, and stop supervising
+        the others. ``is_same_container`` is explained in ``Service.resume``.
         """
         if job_files != self._files:
             planned = partial(plan.plan, job_files, has_bpm=self._has_bpm, acted_on=self._acted_on)
             self._planned = await asyncio.to_thread(planned) if job_files else ()
+        # Do not await below, so that no other task sees a partial change.
         specs = {spec.name.lower(): spec for spec in self._planned}
         needed = {key: [name.lower() for name in spec.depends] for key, spec in specs.items()}
         known = self._memory | {key: service.record for key, service in self._services.items()}
-        reported = {key: record.reason for key, record in known.items() if record.state is State.BROKEN}
+        reported_errors = {key: record.reason for key, record in known.items() if record.state is State.BROKEN}
         self._files = job_files
         before, self._services = self._services, {}
         for key, old in before.items():
@@ -354,22 +377,24 @@ class Supervisor:
             self._services[key] = service
         for key, service in self._services.items():
             service.prerequisites = [self._services[name] for name in needed[key] if name in self._services]
-            service.dependants = [each for other, each in self._services.items() if key in needed[other]]
-            if service.record.state is State.BROKEN and reported.get(key) != service.record.reason:
+            service.dependants = [other for name, other in self._services.items() if key in needed[name]]
+            if service.record.state is State.BROKEN and reported_errors.get(key) != service.record.reason:
                 service.notify("Execution failed", "alert", service.record.reason)
             if key not in before:
                 self._running[key] = asyncio.create_task(service.run(), name=f"service {key}")
-                self._running[key].add_done_callback(self._has_ended)
+                self._running[key].add_done_callback(self._record_bug)
         self._programs.keepers.settle()
         self._checks.plan_changed.set()
         self._changed()
 
-    def _lost_keeper(self, label: str, orphans: Sequence[Left]) -> None:
+    def _handle_lost_keeper(self, label: str, orphans: Sequence[Left]) -> None:
+        """Notify the services to which a killed keeper belonged."""
         for service in self._services.values():
             if label in service.spec.labels:
                 service.lose_keeper(orphans)
 
-    def _has_ended(self, service: asyncio.Task[None]) -> None:
+    def _record_bug(self, service: asyncio.Task[None]) -> None:
+        """If a service's task has failed, make ``run`` raise the error."""
         if not service.cancelled() and (bug := service.exception()):
             logger.critical("%s failed: no longer supervised", service.get_name(), exc_info=bug)
             self._bug = self._bug or bug
@@ -378,17 +403,18 @@ class Supervisor:
     # --- requests to all services -------------------------------------------------------------------------------------
 
     async def start(self, *, is_asked: bool = True) -> None:
-        """Start all jobs, without waiting until they are running. This includes services outside the vcap group, except
-        those in manual mode, because monit starts them on a reload.
+        """Start all jobs, without waiting until they are running. Like monit on a reload, also start services outside
+        the vcap group, except those in manual mode.
 
-        ``is_asked`` means that the start was requested. If such a start cannot be saved for the next agent, raise
-        ``HostError`` and start nothing.
+        Raises ``HostError`` and starts nothing if the "stopped" marker cannot be removed. A start that the Director has
+        requested (``is_asked``) also fails if it cannot be saved for the next agent.
         """
         was_wanted, self._is_wanted = self._is_wanted, True
         self._starting = [each for each in self._services.values() if each.spec.is_vcap or each.spec.mode != "manual"]
         try:
-            # Save the state before starting anything, because if this agent is killed in between, the next agent must
-            # know every process that was started. Until the marker is removed, the next agent leaves the jobs stopped.
+            # Save the state before starting anything. If this agent is killed partway through, the next agent must know
+            # about every process that may have been started. The next agent leaves the jobs stopped until the marker is
+            # removed.
             if is_asked:
                 await self._require_saved()
             else:
@@ -399,14 +425,14 @@ class Supervisor:
             self._is_wanted, self._starting = was_wanted, ()
             self._changed()
             raise
-        wanted, self._starting = self._starting, ()
+        wanted, self._starting = self._starting, ()  # the services now change their own state
         self._settled_at = time.monotonic() + self._settling()
         for service in wanted:
             service.start()
 
     async def seal(self) -> None:
-        """Save the state and then stop saving it, because the container is about to stop. The state says that the jobs
-        should run, so the next agent starts them again.
+        """Save the state and then stop saving it, because the container is about to stop. The saved state does not
+        include that stop, so the next agent starts the jobs again if they are running now.
         """
         await self._save()
         self._is_sealed = True
@@ -417,16 +443,17 @@ class Supervisor:
 
     async def stop(self, *, wait: bool, timeout: float = STOP_TIMEOUT_S) -> None:
         """Stop all jobs and, unless sealed, write the "stopped" marker. If ``wait`` is set, return only once all their
-        processes have exited. A sealed supervisor also stops services that the Director does not know about.
+        processes have exited, including those that job scripts have left running. A sealed supervisor also stops
+        services that the Director does not know about.
 
-        Raises ``ActionError`` with the Go agent's text (jobsupervisor/monit_job_supervisor.go), in which the Director
-        looks for "Timed out waiting for service". Raises ``HostError`` if the stop could not be saved, because the next
-        agent would then start the jobs again.
+        Raises ``ActionError`` with the Go agent's message (jobsupervisor/monit_job_supervisor.go), in which the
+        Director looks for "Timed out waiting for service". Raises ``HostError`` if the stop could not be saved, because
+        the next agent would then start the jobs again.
         """
-        self._is_wanted = self._is_sealed and self._is_wanted
+        self._is_wanted = self._is_sealed and self._is_wanted  # after ``seal``, keep the saved value
         kill_after = min(timeout * KILL_SHARE, timeout - min(KILL_RESERVE_S, timeout / 2))
         concerned = self._concerned()
-        recorded = asyncio.Event()
+        recorded = asyncio.Event()  # until this is set, the services do not terminate any process
         for service in concerned:
             service.stop(StopRequest(time.monotonic() + kill_after, recorded))
         try:
@@ -436,7 +463,7 @@ class Supervisor:
         if wait:
             await _stopped(concerned, timeout)
             # Save the state now, because otherwise the next request would have to wait for the save. A save that is
-            # already in progress may not include the last exit.
+            # already in progress might not include the last exit.
             if self._is_dirty or self._writing.locked():
                 await self._save()
             others = [each.process for each in self._all() if each not in concerned]
@@ -452,7 +479,9 @@ class Supervisor:
         jobs again.
         """
         is_saved = await self._save()
-        if self._is_sealed or self._is_wanted:  # the jobs may have been started in the meantime
+        # Do not write the marker if a request has started the jobs in the meantime. Do not write it after ``seal``
+        # either, because the next agent has to start the jobs.
+        if self._is_sealed or self._is_wanted:
             return None
         try:
             await asyncio.to_thread(files.write_atomic, self._paths.stopped_marker, b"")
@@ -462,12 +491,14 @@ class Supervisor:
 
     @property
     def killed(self) -> list[str]:
-        """Names of the services whose processes had to be killed since the last call to ``forget_killed``."""
+        """Names of the services whose processes have been killed since the last call to ``forget_killed``, because they
+        did not exit in time during a stop. A graceful shutdown that had to kill processes is reported as not clean.
+        """
         killed = self._programs.keepers.killed
         return sorted({each.name for each in self._services.values() if not killed.isdisjoint(each.spec.labels)})
 
     def forget_killed(self) -> None:
-        """Clear the record of killed services."""
+        """Forget earlier kills, so that ``killed`` covers only the stop that begins now."""
         self._programs.keepers.killed.clear()
 
     async def unmonitor(self) -> None:
@@ -478,8 +509,8 @@ class Supervisor:
             service.unmonitor()
 
     def _concerned(self) -> list[Service]:
-        """The services to which a request for all jobs applies: those in the vcap group or, while the container is
-        being stopped, all.
+        """Return the services to which a request for all jobs applies. These are the services in the vcap group or,
+        while the container is being stopped, all services.
         """
         return [service for service in self._services.values() if self._is_sealed or service.spec.is_vcap]
 
@@ -490,17 +521,17 @@ class Supervisor:
         Dependents that were stopped together with it are started again.
         """
         service = self._named(name)
-        for each in _closure([service], lambda it: it.prerequisites):
-            each.start(is_leading=each is service)
-        for each in _closure([service], lambda it: it.dependants):
-            if each.record.was_taken_along:
-                each.start()
+        for needed in _closure([service], lambda node: node.prerequisites):
+            needed.start(is_leading=needed is service)  # leave out the prerequisites' dependents
+        for dependant in _closure([service], lambda node: node.dependants):
+            if dependant.record.was_taken_along:
+                dependant.start()
 
     async def stop_one(self, name: str) -> None:
         """Stop a service after its dependents."""
         service = self._named(name)
-        for each in _closure([service], lambda it: it.dependants):
-            each.record.was_taken_along = each is not service and each.state in MONITORED
+        for dependant in _closure([service], lambda node: node.dependants):
+            dependant.record.was_taken_along = dependant is not service and dependant.state in MONITORED
         service.stop()
 
     async def restart_one(self, name: str) -> None:
@@ -511,36 +542,37 @@ class Supervisor:
         """Monitor a service and its prerequisites. Those that are not running are started, and their dependents are
         restarted.
         """
-        for each in _closure([self._named(name)], lambda it: it.prerequisites):
-            each.start(is_leading=True)
+        for needed in _closure([self._named(name)], lambda node: node.prerequisites):
+            needed.start(is_leading=True)
 
     def trust_pidfile(self, name: str) -> None:
         """Trust the pidfile and watch the process that it names, as monit did before the agent replaced it.
 
-        The usual checks would refuse such a process, because it is not a descendant of a keeper, and it may run a
+        The usual checks would reject such a process, because it is not a descendant of a keeper, and it may run a
         program that does not belong to a job.
         """
         service = self._named(name)
         named = process_record.read(service.spec.pidfile)
         found = proc.stat(named.pid) if named is not None else None
         if named is None or found is None or not found.is_alive or self.keepers.owner(found.identity):
-            return
-        if was_written_after(named, found):
+            return  # the process does not exist, or its keeper already shows which service it belongs to
+        if was_written_after(named, found):  # otherwise, the pid may have been reused
             processes = service.record.processes
             processes.known, processes.named_by, processes.is_only_named = found.identity, named, True
-            service.resume(service.record, is_same_container=True)
+            service.resume(service.record, is_same_container=True)  # watch the process that was just recorded
 
     async def unmonitor_one(self, name: str) -> None:
         """Stop monitoring a service and its dependents."""
         self._named(name).unmonitor()
 
     async def finished(self, name: str) -> ServiceInfo:
-        """Wait until no start or stop of a service is in progress, then describe it."""
+        """Wait until the service ``name`` is neither starting nor stopping, then describe the service."""
         service = self._named(name)
-        await service.has_left(UNDERWAY)
+        await service.wait_to_leave(UNDERWAY)
         return self._readings.describe([service])[0]
 
     def _named(self, name: str) -> Service:
+        """Return the service called ``name``, ignoring case. Raises ``ActionError`` if there is none."""
         service = self._services.get(name.lower())
         if service is None:
             raise ActionError(f"There is no service by that name: {name}")
@@ -549,7 +581,12 @@ class Supervisor:
     # --- reports ------------------------------------------------------------------------------------------------------
 
     def job_state(self) -> str:
-        """Return the state of the instance (jobsupervisor/monit_job_supervisor.go)."""
+        """Return the state of the instance: running, starting, failing or stopped
+        (jobsupervisor/monit_job_supervisor.go).
+
+        Services outside the vcap group do not count, with one exception: after ``seal``, the instance is stopped only
+        once these services are stopped too. Services that a request is about to start count as starting.
+        """
         states = [service.reported for service in self._services.values() if service.spec.is_vcap]
         states += ["starting" for each in self._starting if each.spec.is_vcap and each.state not in MONITORED]
         is_ended = self._is_sealed and all(service.state is State.STOPPED for service in self._services.values())
@@ -569,6 +606,7 @@ class Supervisor:
         return sum(service.spec.is_vcap for service in self._services.values())
 
     def _all(self) -> Iterable[Service]:
+        """Return a copy of the list of services, because the original may change while the caller waits."""
         return list(self._services.values())
 
     def services(self) -> list[ServiceInfo]:
@@ -582,11 +620,13 @@ class Supervisor:
     # --- persistent state ---------------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
+        """Schedule a save of the state. Called after each change to the state."""
         self._is_dirty = True
         if self._saving is None:
             self._saving = asyncio.create_task(self._save_changes(), name="save the supervisor's state")
 
     async def _save_changes(self) -> None:
+        """Save the state until there are no unsaved changes. After a failure, wait longer before the next attempt."""
         pause = SAVE_DELAY_S
         while self._is_dirty and not self._is_closed.is_set():
             await is_set_within(pause, self._is_closed)
@@ -602,23 +642,26 @@ class Supervisor:
             await self._require_saved()
 
     async def _require_saved(self) -> None:
+        """Save the state. Raises ``HostError`` if that fails."""
         if not await self._save():
             raise HostError(self._unsaved)
 
     async def _save(self) -> bool:
-        """Save the current state. If that fails, log it once and return False."""
+        """Save the current state, unless sealed. If that fails, log each new error once and return False."""
         if self._is_sealed:
             self._is_dirty = False
             return True
         async with self._writing:
             self._is_dirty = False
             services = self._memory | {key: service.record for key, service in self._services.items()}
-            for service in self._starting:
+            for service in self._starting:  # ``start`` starts them once this state is saved
                 if service.record.state not in MONITORED:
                     services[service.spec.name.lower()] = msgspec.structs.replace(service.record, state=State.STARTING)
             self._incarnation = self._incarnation or proc.incarnation()  # empty if the kernel does not reveal it
             saved = Saved(SCHEMA, self._incarnation, self._is_wanted, list(self._files), services)
             raw = msgspec.json.encode(saved)
+            # If the saved state says that the jobs should run but the "stopped" marker exists, ``recover`` leaves them
+            # stopped.
             marker_keeps_jobs_stopped = self._is_wanted or not any(each.state in TO_RUN for each in self._concerned())
 
             def write() -> None:
@@ -638,35 +681,38 @@ class Supervisor:
 
 
 async def _each_beat(period: float, work: Callable[[], Awaitable[None]]) -> NoReturn:
+    """Call ``work`` every ``period`` seconds, forever."""
     while True:
         await asyncio.sleep(clock.until_beat(period))
         await work()
 
 
 def read_saved(path: Path) -> Saved | None:
-    """Read the state that the last supervisor saved. Return None if it is missing or invalid."""
+    """Read the state that the last supervisor saved. Return None if it is missing, invalid or from another version."""
     try:
         saved = wire.decode(files.read(path, is_own=True), Saved)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as exc:
-        logger.warning("cannot read %s: %s; running jobs are recognised by their keepers alone", path, exc)
+        logger.warning("cannot read %s: %s; running jobs are recognized by their keepers alone", path, exc)
         return None
     if saved.schema != SCHEMA:
         return None
     for record in saved.services.values():
-        if record.is_start_due and record.state is State.STOPPING:
+        if record.is_start_due and record.state is State.STOPPING:  # written by version 0.2.0
             record.state = State.BOUNCING
         record.is_start_due = False
     return saved
 
 
 async def _stopped(services: Sequence[Service], timeout: float) -> None:
-    """Wait until no service is stopping. Raises ``ActionError`` with the names of the services that did not stop."""
+    """Wait until no service is stopping, for at most ``timeout`` seconds. Raises ``ActionError`` with the names of the
+    services that did not stop in time or whose processes could not be terminated.
+    """
     try:
         async with asyncio.timeout(timeout):
             for service in services:
-                await service.has_left(ENDING)
+                await service.wait_to_leave(ENDING)
     except TimeoutError:
         names = ", ".join(service.name for service in services if service.state in ENDING)
         raise ActionError(f"Timed out waiting for services '{names}' to stop after {timeout / 60:g} minutes") from None
@@ -676,14 +722,16 @@ async def _stopped(services: Sequence[Service], timeout: float) -> None:
         raise ActionError(f"Stopping services '[{' '.join(stuck)}]' errored: {why}")
 
 
-def _closure(services: Iterable[Service], beyond: Callable[[Service], Iterable[Service]]) -> list[Service]:
-    """Return the services and all services reachable from them through ``beyond``, each once, nearest first."""
+def _closure(services: Iterable[Service], neighbours: Callable[[Service], Iterable[Service]]) -> list[Service]:
+    """Return ``services`` and all services that can be reached from them through ``neighbours``. Each service occurs
+    once, and the nearest come first.
+    """
     found: dict[str, Service] = {}
     ahead = list(services)
     for service in ahead:
         if service.name not in found:
             found[service.name] = service
-            ahead.extend(beyond(service))
+            ahead.extend(neighbours(service))
     return list(found.values())
 
 

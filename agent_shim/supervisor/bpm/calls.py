@@ -1,4 +1,4 @@
-"""Parser for those start and stop programs in monit files that call bpm. Does no I/O."""
+"""Parser for start and stop programs in monit files that call bpm. Does no I/O."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Final, Literal
 import msgspec
 
 _BPM: Final = ("/jobs/bpm/bin/bpm", "/packages/bpm/bin/bpm")
+"""Ends of the paths under which releases call bpm."""
 _FLAG: Final = r"(?:-p\0|-p=?|--process\0|--process=)"
 _ARGUMENTS: Final = rf"(?:{_FLAG}(?P<before>[^\0]+)\0)?(?P<job>[^-\0][^\0]*)(?:\0{_FLAG}(?P<after>[^\0]+))?"
 """Matches the arguments of ``bpm start`` and ``bpm stop``, joined with NUL."""
@@ -23,7 +24,9 @@ class BpmCall(msgspec.Struct, frozen=True):
 
 
 def bpm_call(argv: Sequence[str]) -> BpmCall | None:
-    """Parse a bpm start or stop command. Return None for any other command."""
+    """Parse a bpm start or stop command. Return None for any other command. Without ``-p``, the process is named after
+    the job.
+    """
     if len(argv) < 3 or not argv[0].endswith(_BPM) or argv[1] not in ("start", "stop"):
         return None
     found = re.fullmatch(_ARGUMENTS, "\0".join(argv[2:]))

@@ -32,9 +32,9 @@ MAX_MISTAKES: Final = 20
 class Volume(msgspec.Struct, frozen=True):
     """An extra directory or file visible to the process.
 
-    A missing volume is created as a directory owned by vcap, with two exceptions. A missing unrestricted volume is left
-    out. If a ``mount_only`` volume is missing, the process is not started. If ``shared`` is set, mounts below the
-    volume propagate in both directions.
+    A missing volume is created as a directory owned by vcap. There are two exceptions: an unrestricted volume is left
+    out if it is missing, and a process is not started if one of its ``mount_only`` volumes is missing. If ``shared`` is
+    set, mounts below the volume propagate in both directions.
     """
 
     path: str
@@ -69,9 +69,9 @@ class ProcessConfig(msgspec.Struct, frozen=True):
     """A process definition in bpm.yml. ``env`` overrides the default environment variables. If ``workdir`` is empty,
     the process runs in the job's directory.
 
-    ``pre_start`` runs before the process, as root and outside the sandbox; "" means none. ``capabilities`` have no
-    ``CAP_`` prefix. ``ephemeral_disk`` and ``persistent_disk`` grant access to ``data/JOB`` and ``store/JOB``.
-    ``shutdown_signal`` is the first signal that a stop sends.
+    ``pre_start`` is a program that runs before the process, as root and outside the sandbox; "" means none.
+    ``capabilities`` have no ``CAP_`` prefix. ``ephemeral_disk`` and ``persistent_disk`` grant access to ``data/JOB``
+    and ``store/JOB``. ``shutdown_signal`` is the first signal that is sent to stop the process.
     """
 
     name: str
@@ -95,7 +95,7 @@ class BpmFile(msgspec.Struct, frozen=True):
     processes: tuple[ProcessConfig, ...] = ()
 
     def process(self, name: str) -> ProcessConfig | None:
-        """Return the first process with this name, or None. The name is the argument of bpm's ``-p`` option, or by
+        """Return the first process called ``name``, or None. ``name`` is the argument of bpm's ``-p`` option, or by
         default the job's name.
         """
         return next((process for process in self.processes if process.name == name), None)
@@ -104,11 +104,11 @@ class BpmFile(msgspec.Struct, frozen=True):
 def parse(
     text: str, *, origin: str, job: str = "", root: PurePosixPath = ROOT, unknown: list[str] | None = None
 ) -> BpmFile:
-    """Parse a bpm.yml. Raises ``ConfigError`` with the text ``cannot read ORIGIN: line L: KEY PATH: found X, expected
-    Y; …``.
+    """Parse a bpm.yml. Raises ``ConfigError`` with the message ``cannot read ORIGIN: line L: KEY PATH: found X,
+    expected Y; …``.
 
-    Additional volumes must be below ``root`` and must not be the data or store directory of ``job`` itself. For each
-    key that is ignored because it is unknown, a message is appended to ``unknown``.
+    Additional volumes must be below ``root`` and must not be the data or store directory of ``job`` itself. Unknown
+    keys are ignored, and a message for each of them is appended to ``unknown``.
     """
     if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
         raise ConfigError(f"cannot read {origin}: it has more than {MAX_BYTES >> 10} KiB")
@@ -118,7 +118,7 @@ def parse(
     notes = _Notes()
     top = _Map(notes, "", node)
     disks = frozenset(str(root / disk / job) for disk in ("data", "store")) if job else frozenset[str]()
-    file = BpmFile(tuple(_process(entry, str(root), disks) for entry in top.maps("processes", has_holes=False)))
+    file = BpmFile(tuple(_process(entry, str(root), disks) for entry in top.maps("processes", allows_null=False)))
     if unknown is not None:
         unknown += notes.unknown_keys()
     if notes.mistakes:
@@ -132,10 +132,13 @@ def parse(
 
 
 def _process(entry: _Map, root: str, disks: frozenset[str]) -> ProcessConfig:
+    """Parse one process definition. ``root`` is the base directory, and ``disks`` are the job's data and store
+    directories, which cannot be additional volumes.
+    """
     signal = entry.text("shutdown_signal") or "TERM"
     if signal not in ("TERM", "INT"):
         entry.wrong("shutdown_signal", "TERM or INT")
-    volumes = [_additional(volume, root, disks) for volume in entry.maps("additional_volumes")]
+    volumes = [_additional_volume(volume, root, disks) for volume in entry.maps("additional_volumes")]
     return ProcessConfig(
         name=entry.required("name"),
         executable=entry.required("executable"),
@@ -169,6 +172,7 @@ def _bytes(entry: _Map, key: str) -> int | None:
     if not entry.has(key):
         return None
     match = _QUANTITY.fullmatch(text.strip().upper())
+    # Treat text that is not a size as infinity, so that it is rejected like a size that is too large.
     quantity = float(match[1]) * 1024 ** "BKMGTPE".index(match[2][0]) if match else math.inf
     if quantity > _UNSIGNED:
         entry.wrong(key, "a number and a unit, like 256M or 1G")
@@ -189,7 +193,10 @@ def _volume(entry: _Map) -> Volume:
     return Volume(entry.text("path"), **{flag: entry.flag(flag) for flag in flags})
 
 
-def _additional(entry: _Map, root: str, disks: frozenset[str]) -> Volume:
+def _additional_volume(entry: _Map, root: str, disks: frozenset[str]) -> Volume:
+    """Parse an additional volume. Its path must satisfy the same rules as in ``check_volume``, but errors are recorded
+    instead of raised.
+    """
     volume = _volume(entry)
     if volume.path != _clean(volume.path):
         entry.wrong("path", f"the shortest form, '{_clean(volume.path)}'")
@@ -201,7 +208,7 @@ def _additional(entry: _Map, root: str, disks: frozenset[str]) -> Volume:
 
 
 def check_volume(path: str, *, job: str, root: PurePosixPath = ROOT) -> None:
-    """Raise ``ConfigError`` with bpm's error text if the path of an additional volume is invalid."""
+    """Raise ``ConfigError`` with bpm's error message if the path of an additional volume is invalid."""
     if path != (clean := _clean(path)):
         raise ConfigError(f"volume path must be canonical, expected {clean} but got {path}")
     if path in (str(root / disk / job) for disk in ("data", "store")):
@@ -211,8 +218,8 @@ def check_volume(path: str, *, job: str, root: PurePosixPath = ROOT) -> None:
 
 
 def _clean(path: str) -> str:
-    """Return the shortest equivalent path. As in Go, there is only one leading slash, whereas Python's ``normpath``
-    keeps two.
+    """Return the shortest equivalent path. Two leading slashes become one, as in Go, whereas ``normpath`` keeps
+    both.
     """
     return re.sub("^//", "/", posixpath.normpath(path))
 
@@ -223,7 +230,9 @@ MAX_DEPTH: Final = 100
 """Maximum nesting depth of a file. The schema has six levels."""
 
 _SIGNED: Final = 2**63 - 1
+"""Maximum of Go's int64."""
 _UNSIGNED: Final = 2**64 - 1
+"""Maximum of Go's uint64."""
 _MAX_DIGITS: Final = 80
 """Maximum length of an integer, including its sign and base prefix. A 64-bit integer in base 2 fits."""
 
@@ -247,7 +256,7 @@ _LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Notes:
-    """Collects the errors in a file, and its mappings, which are searched for unknown keys afterwards."""
+    """Collects the errors in a file. Also collects its mappings, so that unknown keys can be reported at the end."""
 
     def __init__(self) -> None:
         self.mistakes: list[str] = []
@@ -255,14 +264,18 @@ class _Notes:
 
     def unknown_keys(self) -> Iterator[str]:
         """Yield a message for each unknown key, with the most similar known key as a suggestion."""
-        for each in self.maps:
-            for key in each.entries.keys() - each.known:
-                position = f"line {_line_of(each.entries[key])}: unknown key {each.at(key)}"
-                yield position + config_check.did_you_mean(key, each.known)
+        for mapping in self.maps:
+            for key in mapping.entries.keys() - mapping.known:
+                position = f"line {_line_of(mapping.entries[key])}: unknown key {mapping.at(key)}"
+                yield position + config_check.did_you_mean(key, mapping.known)
 
 
 class _Map:
-    """A mapping at ``path`` in the file. A key that is absent or null has no value."""
+    """A mapping at ``path`` in the file. A key that is absent or null has no value.
+
+    The methods that read a value record an error in ``notes`` if the value is invalid, and then return a placeholder.
+    ``parse`` raises all errors together at the end.
+    """
 
     def __init__(self, notes: _Notes, path: str, node: yaml.Node) -> None:
         self.notes = notes
@@ -270,7 +283,7 @@ class _Map:
         self.node = node
         self.known: set[str] = set()
         """The keys that the schema defines for this mapping."""
-        notes.maps.append(self)
+        notes.maps.append(self)  # ``unknown_keys`` examines all mappings at the end
         self.entries = {} if _is_null(node) else self._merged(node, {})
 
     def wrong(self, key: str, expected: str) -> None:
@@ -278,17 +291,20 @@ class _Map:
         self._wrong(self.at(key), self.entries.get(key), expected)
 
     def has(self, key: str) -> bool:
+        """Return True if the key has a value. Also record that the schema defines the key."""
         self.known.add(key)
         return key in self.entries and not _is_null(self.entries[key])
 
     def text(self, key: str) -> str:
+        """Return the string at ``key``, or "" if it is absent."""
         return self._text(self.at(key), self.entries[key]) if self.has(key) else ""
 
     def required(self, key: str) -> str:
-        found = self.text(key)
-        if not found and isinstance(self.node, yaml.MappingNode):
+        """Return the string at ``key``. It is an error if the string is empty or absent."""
+        text = self.text(key)
+        if not text and isinstance(self.node, yaml.MappingNode):  # any other node has already been reported
             self.wrong(key, "a text")
-        return found
+        return text
 
     def texts(self, key: str) -> tuple[str, ...]:
         """Return the strings in the list at ``key``, without null items."""
@@ -304,15 +320,15 @@ class _Map:
         node = self.entries[key] if self.has(key) else _NOTHING
         return _Map(self.notes, self.at(key), node)
 
-    def maps(self, key: str, *, has_holes: bool = True) -> list[_Map]:
-        """Return the mappings in the list at ``key``. Null items are skipped if ``has_holes`` is set; otherwise they
-        are errors.
+    def maps(self, key: str, *, allows_null: bool = True) -> list[_Map]:
+        """Return the mappings in the list at ``key``. Null items are skipped if ``allows_null`` is set;
+        otherwise, they are errors.
         """
         found = []
         for path, node in self._items(key):
             if not _is_null(node):
                 found.append(_Map(self.notes, path, node))
-            elif not has_holes:
+            elif not allows_null:
                 self._wrong(path, node, "a mapping")
         return found
 
@@ -323,6 +339,7 @@ class _Map:
         node = self.entries[key]
         if isinstance(node, yaml.ScalarNode) and node.value in _FLAGS:
             return _FLAGS[node.value]
+        # The style of an unquoted scalar is empty.
         number = _number(node) if isinstance(node, yaml.ScalarNode) and node.style else None
         if number is None:
             self.wrong(key, "true or false")
@@ -336,13 +353,18 @@ class _Map:
             return None
         number = _number(self.entries[key])
         if number is None or not least <= number <= most:
+            # Do not suggest a negative number, although one is accepted for ``processes``.
             self.wrong(key, f"a whole number from {max(least, 0)} to {most}")
         return number
 
     def at(self, key: str) -> str:
+        """Return the path of ``key`` in the file, such as ``processes[0].args``."""
         return f"{self.path}.{key}" if self.path else key
 
     def _wrong(self, path: str, node: yaml.Node | None, expected: str, found: str = "") -> None:
+        """Record that a value is wrong. ``node`` is None if the value is absent. ``found`` overrides the usual
+        description of the value.
+        """
         position = f"line {_line_of(node or self.node)}: " + (f"{path}: " if path else "")
         self.notes.mistakes.append(f"{position}found {found or _found(node)}, expected {expected}")
 
@@ -359,6 +381,7 @@ class _Map:
         return text or ""
 
     def _items(self, key: str) -> Iterator[tuple[str, yaml.Node]]:
+        """Yield the path and the node of each item in the list at ``key``."""
         if not self.has(key):
             return
         node = self.entries[key]
@@ -368,34 +391,34 @@ class _Map:
         for number, item in enumerate(node.value):
             yield f"{self.at(key)}[{number}]", item
 
-    def _merged(self, node: yaml.Node, known: dict[int, dict[str, yaml.Node]]) -> dict[str, yaml.Node]:
+    def _merged(self, node: yaml.Node, cache: dict[int, dict[str, yaml.Node]]) -> dict[str, yaml.Node]:
         """Return the entries of a mapping, including those merged with ``<<``. The mapping's own keys take precedence.
-        If several merged mappings have the same key, the first one counts.
+        If several merged mappings have the same key, the first one wins.
 
-        ``known`` caches mappings, so that each is read only once even if it is merged repeatedly.
+        ``cache`` contains the mappings read so far, so that each is read only once even if it is merged repeatedly.
         """
-        if id(node) in known:
-            return known[id(node)]
-        if not isinstance(node, yaml.MappingNode) or len(known) > MAX_DEPTH:
+        if id(node) in cache:
+            return cache[id(node)]
+        # Each level of the recursion adds a mapping to ``cache``, so limiting its size limits the depth.
+        if not isinstance(node, yaml.MappingNode) or len(cache) > MAX_DEPTH:
             self._wrong(self.path, node, "a mapping")
             return {}
-        known[id(node)] = found = dict[str, yaml.Node]()
+        cache[id(node)] = found = dict[str, yaml.Node]()  # cached now, because a mapping may merge itself
+        seen: set[str] = set()
         own: dict[str, yaml.Node] = {}
-        named: dict[str, yaml.Node] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 self._wrong(self.path, key, "a key")
                 continue
-            if key.value in own:
+            if key.value in seen:
                 self._wrong(self.at(key.value), key, "each key once")
-            own[key.value] = value
+            seen.add(key.value)
             if key.tag == f"{_TAG}merge":
                 for other in reversed(value.value if isinstance(value, yaml.SequenceNode) else [value]):
-                    more = self._merged(other, known)
-                    found.update(more)
+                    found.update(self._merged(other, cache))
             elif key.tag not in _NO_NAMES:
-                named[key.value] = value
-        found.update(named)
+                own[key.value] = value
+        found.update(own)
         return found
 
 
@@ -413,6 +436,7 @@ def _is_null(node: yaml.Node) -> bool:
 
 
 def _found(node: yaml.Node | None) -> str:
+    """Describe a wrong value for an error message."""
     if isinstance(node, yaml.ScalarNode):
         text = node.value if len(node.value) <= _MAX_SHOWN_CHARS else f"{node.value[:_MAX_SHOWN_CHARS]}..."
         return "null" if _is_null(node) else f"'{text}'"
@@ -437,10 +461,10 @@ def _number(node: yaml.Node) -> int | None:
     """
     if not isinstance(node, yaml.ScalarNode):
         return None
-    digits = node.value[:1] + node.value[1:].replace("_", "")
+    digits = node.value[:1] + node.value[1:].replace("_", "")  # a number cannot begin with an underscore
     if match := _INTEGER.fullmatch(digits):
         sign, number = match.groups()
-        base = 8 if re.fullmatch("0[0-7]+", number) else 0
+        base = 8 if re.fullmatch("0[0-7]+", number) else 0  # with 0, the prefix determines the base
         return int(sign + number, base) if len(digits) <= _MAX_DIGITS else None
     if _FLOAT.fullmatch(digits) and math.isfinite(figure := float(digits)):
         return int(figure)
@@ -453,7 +477,7 @@ _NOTHING: Final = yaml.ScalarNode(f"{_TAG}null", "")
 def _composed(text: str, origin: str) -> yaml.Node | None:
     """Parse the first YAML document of a file into nodes. Further documents are ignored."""
     try:
-        _measure(text, origin)
+        _check_depth(text, origin)
         loader = _LOADER(text)
         try:
             return cast("yaml.Node", loader.get_node()) if loader.check_node() else None
@@ -472,12 +496,13 @@ def _composed(text: str, origin: str) -> yaml.Node | None:
 
 
 def _line(text: str, at: int) -> int:
+    """Return the number of the line that contains offset ``at``."""
     return text.count("\n", 0, at) + 1
 
 
-def _measure(text: str, origin: str) -> None:
-    """Raise ``ConfigError`` if the document is nested too deeply. This has to be checked before the document is
-    composed, because composing is recursive and would overflow the stack, which crashes the process.
+def _check_depth(text: str, origin: str) -> None:
+    """Raise ``ConfigError`` if the document is nested too deeply. Composing is recursive, so such a document would
+    overflow the stack and crash the process.
     """
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):

@@ -1,4 +1,4 @@
-"""The values that represent a parsed monit control file.
+"""Defines the values that represent a parsed monit control file.
 
 A rule reads ``if TEST for RATE then ACTION else if succeeded for RATE then ACTION``. Positions (``line``) are ignored
 in comparisons, so that files with the same content are equal.
@@ -73,12 +73,12 @@ class Restarts(msgspec.Struct, frozen=True):
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """Comparison with a limit, which is a percentage, a number of bytes or a plain number.
+    """Comparison of a metric with a limit, which is a percentage, a number of bytes or a plain number.
 
-    The metrics of a process are ``cpu``, ``totalcpu``, ``memory``, ``totalmemory`` and ``children``, and those of the
-    system are ``memory``, ``swap``, ``cpu user``, ``cpu system`` and ``cpu wait``. A process and the system also have
-    ``loadavg1``, ``loadavg5`` and ``loadavg15``. A file system has ``space`` and ``inode``, a file has ``size``, and a
-    path has ``timestamp``, which is its age in seconds.
+    A process has the metrics ``cpu``, ``totalcpu``, ``memory``, ``totalmemory`` and ``children``. The system has
+    ``memory``, ``swap``, ``cpu user``, ``cpu system`` and ``cpu wait``. Both also have ``loadavg1``, ``loadavg5`` and
+    ``loadavg15``. A file system has ``space`` and ``inode``, a file has ``size``, and a path has ``timestamp``, which
+    is the path's age in seconds.
     """
 
     metric: str
@@ -95,8 +95,8 @@ class Changed(msgspec.Struct, frozen=True):
 
 
 class Unlike(msgspec.Struct, frozen=True):
-    """A value differs from the expected value, which is a mode in octal digits, an owner, or a checksum. If the
-    expected checksum is "", the checksum at the first check is used instead.
+    """A value differs from the expected one, which is a mode in octal digits, an owner, or a checksum. An expected
+    checksum of "" stands for the checksum at the first check.
     """
 
     what: Literal["checksum", "gid", "permission", "uid"]
@@ -112,14 +112,14 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class WrongType(msgspec.Struct, frozen=True):
-    """The path is not of the checked type (file, directory or fifo). This test cannot be written in a control file, but
-    monit adds it to every such check.
+    """The path does not have the type of the check (file, directory or fifo). monit adds this test to every such check.
+    It cannot be written in a control file.
     """
 
 
 class Unreadable(msgspec.Struct, frozen=True):
-    """The path exists but cannot be examined. This test cannot be written in a control file, but monit adds it to every
-    check of a path.
+    """The path exists but cannot be examined. monit adds this test to every check of a path. It cannot be written in a
+    control file.
     """
 
 
@@ -134,7 +134,7 @@ class Protocol(msgspec.Struct, frozen=True):
     """The protocol of a connection test. ``name`` is monit's name for the protocol. The ``default`` protocol only
     connects, and ``generic`` carries out the ``send`` and ``expect`` steps in ``dialogue``.
 
-    A ``send`` text may contain ``\\0xHH`` for bytes, including zero. The remaining fields apply only to http.
+    A ``send`` string may contain ``\\0xHH`` for bytes, including zero. The remaining fields apply only to http.
     ``checksum`` is the expected checksum of the page. ``content`` is a regular expression that the page must match, or
     must not match if ``is_negated``. ``credentials`` are a user and a password.
     """
@@ -170,7 +170,7 @@ is not reported as a recovery.
 
 
 class _Placed(msgspec.Struct, frozen=True, eq=False):
-    """A value whose last member is its position, which comparisons ignore."""
+    """A value whose last field is its position. Comparisons ignore that field."""
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and _content(self) == _content(other)
@@ -180,6 +180,7 @@ class _Placed(msgspec.Struct, frozen=True, eq=False):
 
 
 def _content(value: msgspec.Struct) -> tuple[object, ...]:
+    """Return all fields except the last, which is the line number."""
     return msgspec.structs.astuple(value)[:-1]
 
 
@@ -229,7 +230,9 @@ class Ignored(_Placed, frozen=True):
 
     @property
     def first_words(self) -> str:
-        """The first words, which identify the statement. The rest may be secret."""
+        """The first words, which identify the statement, such as ``set daemon`` or ``if failed port``. The rest may be
+        secret.
+        """
         words = self.statement.split()
         return " ".join(words[: 3 if words[1].lower() in ("changed", "failed", "not") else 2])
 

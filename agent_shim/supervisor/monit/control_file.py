@@ -30,7 +30,7 @@ from agent_shim.supervisor.monit.reader import Reader
 logger = logging.getLogger(__name__)
 
 MAX_DEPTH: Final = 8
-"""Maximum depth of includes. monit allows ten."""
+"""Maximum depth of includes. Deeper includes are ignored. monit allows ten."""
 _NUMBERED: Final = re.compile(r"[0-9]{4}_(?=.)")
 """Matches the number that the Go agent puts before a job's name (applier/jobs/rendered_job_applier.go)."""
 
@@ -63,14 +63,16 @@ class Control(msgspec.Struct):
     """Templates for ``from``, ``reply-to``, ``subject`` and ``message``."""
     recipients: list[str] = msgspec.field(default_factory=list)
     queue: Path | None = None
-    """Directory for mails that could not be sent yet."""
+    """Directory for messages that could not be sent yet."""
     slots: int = 0
-    """Maximum number of mails in ``queue``. 0, monit's default, means no limit."""
+    """Maximum number of messages in ``queue``. 0, monit's default, means no limit."""
     job_files: list[JobFile] = msgspec.field(default_factory=list)
 
     def credentials(self) -> Mapping[bytes, bool] | None:
-        """Return a map from ``user:password`` to whether the user may change services, or None if no password is
-        needed. Reads the password files. Raises ``OSError``.
+        """Return a map from ``user:password`` to whether the user may change services. Return None if no password is
+        needed, because the file allows local clients and names no users.
+
+        Raises ``OSError`` if a password file cannot be read.
         """
         if self.allows_neighbours and not self.users and not self.user_files:
             return None
@@ -84,17 +86,20 @@ class Control(msgspec.Struct):
 
 
 def read(path: Path) -> Control:
-    """Read the control file and all included files. Raises a ``ConfigError`` that names the file and the line.
-    Blocks.
+    """Read the control file and all included files. Raises a ``ConfigError`` that names the line if there is an error
+    in the control file itself. Errors in included files are only logged. Blocks.
     """
-    root, home = os.geteuid() == 0, Path(pwd.getpwuid(os.geteuid()).pw_dir)
-    pidfile = Path("/var/run/monit.pid") if root else home / ".monit.pid"
+    is_root, home = os.geteuid() == 0, Path(pwd.getpwuid(os.geteuid()).pw_dir)
+    pidfile = Path("/var/run/monit.pid") if is_root else home / ".monit.pid"
     control = Control(path, pidfile, home / ".monit.id", home / ".monit.state")
-    _take(control, path, 0)
+    _take(control, path, depth=0)
     return control
 
 
 def _take(control: Control, path: Path, depth: int) -> None:
+    """Add the content of a file, and of the files that it includes, to ``control``. ``depth`` is 0 for the control file
+    itself. Files with errors are added to ``job_files`` too, so that the supervisor reports them as failing services.
+    """
     try:
         text = files.read(path).decode("utf-8", "surrogateescape")
     except OSError as exc:
@@ -107,23 +112,26 @@ def _take(control: Control, path: Path, depth: int) -> None:
     control.job_files.append(JobFile(_NUMBERED.sub("", path.stem, count=1), "", text))
     for token in Reader(text).includes if depth < MAX_DEPTH else ():
         pattern = token.value.strip("\"'")
-        # As in monit, a relative pattern begins at the root directory.
+        # As in monit, relative patterns start at the root directory.
         for found in sorted(Path("/").glob(pattern.lstrip("/")), reverse=True):
             _take(control, found, depth + 1)
 
 
 def _complain(error: ConfigError, depth: int) -> None:
+    """Raise an error in the control file itself, or log an error in an included file."""
     if depth == 0:
         raise error
     logger.error("%s", error)
 
 
 def _set(control: Control, reader: Reader) -> None:
-    """Read the rest of a ``set`` statement."""
+    """Read the rest of a ``set`` statement, and store its values in ``control``. A statement that this module does not
+    interpret is skipped with a warning.
+    """
     word = reader.next.kind
-    if word in _FILES:
+    if word in _FILES:  # the attribute of ``Control`` has the same name
         reader.skip()
-        is_syslog = word == "logfile" and reader.take("syslog")
+        is_syslog = word == "logfile" and reader.take("syslog")  # the daemon logs to stderr instead
         setattr(control, word, None if is_syslog else Path(reader.path("a path")))
     elif read_statement := _STATEMENTS.get(word):
         reader.skip()
@@ -134,6 +142,7 @@ def _set(control: Control, reader: Reader) -> None:
 
 
 def _daemon(control: Control, reader: Reader) -> None:
+    """Read ``N [with start delay M]``, in seconds."""
     control.poll = max(1, reader.number("a number of seconds"))
     if reader.take("start"):
         reader.need("'delay'", "delay")
@@ -141,6 +150,9 @@ def _daemon(control: Control, reader: Reader) -> None:
 
 
 def _mail_servers(control: Control, reader: Reader) -> None:
+    """Read ``HOST [port N]``, repeated, and ``[with timeout N seconds]``. Raises ``MonitSyntaxError`` for a server with
+    a password or TLS, which ``edges.mail`` does not support.
+    """
     while token := reader.take("STRING"):
         port = reader.number("a port") if reader.take("port") else 25
         if reader.kind in ("username", "password", "sslauto", "sslv2", "sslv3", "tlsv1"):
@@ -150,6 +162,7 @@ def _mail_servers(control: Control, reader: Reader) -> None:
 
 
 def _mail_format(control: Control, reader: Reader) -> None:
+    """Read ``{ from: … subject: … message: … }``."""
     reader.need("'{'", "{")
     while not reader.take("}"):
         token = reader.need("a part of a mail, or '}'", "FROM", "REPLY-TO", "SUBJECT", "MESSAGE")
@@ -157,6 +170,7 @@ def _mail_format(control: Control, reader: Reader) -> None:
 
 
 def _queue(control: Control, reader: Reader) -> None:
+    """Read ``basedir PATH slots N``."""
     while token := reader.take("basedir", "slot"):
         if token.kind == "basedir":
             control.queue = Path(reader.path("a directory"))
@@ -165,7 +179,9 @@ def _queue(control: Control, reader: Reader) -> None:
 
 
 def _httpd(control: Control, reader: Reader) -> None:
-    """Read ``port 2822 and use address 127.0.0.1 allow …``."""
+    """Read ``port 2822 and use address 127.0.0.1 allow …``. Other words (``signature``, ``enable``, ``disable``) are
+    ignored.
+    """
     while token := reader.take("port", "address", "allow", "signature", "enable", "disable"):
         match token.kind:
             case "port":
@@ -179,7 +195,9 @@ def _httpd(control: Control, reader: Reader) -> None:
 
 
 def _allow(control: Control, reader: Reader) -> None:
-    """Read ``user:password``, ``cleartext FILE user…`` or one of this machine's addresses."""
+    """Read ``user:password [readonly]``, ``cleartext FILE user… [readonly]`` or a loopback address. Raises
+    ``MonitSyntaxError`` for any other address, because the daemon does not check the addresses of its clients.
+    """
     if reader.take("cleartext"):
         path, names = Path(reader.path("a file of passwords")), set()
         while token := reader.take("STRING"):
@@ -191,14 +209,14 @@ def _allow(control: Control, reader: Reader) -> None:
     if reader.take(":"):
         if reader.kind == "BAD":
             raise reader.error("a password", token)
-        given = reader.skip()
-        password = given.value or reader.text[given.start : given.end]  # a password may be a keyword
+        word = reader.skip()
+        password = word.value or reader.text[word.start : word.end]  # a keyword has no value, but may be a password
         control.users[f"{token.value}:{password}"] = not reader.take("readonly")
         return
-    is_here = token.value == "localhost"
+    is_local = token.value == "localhost"
     with suppress(ValueError):
-        is_here = is_here or ipaddress.ip_network(token.value).is_loopback
-    if not is_here:
+        is_local = is_local or ipaddress.ip_network(token.value).is_loopback
+    if not is_local:
         raise reader.error(expected, token)
     control.allows_neighbours = True
 

@@ -1,9 +1,9 @@
 """Lexer for monit control files. Does no I/O.
 
-Follows monit 5.2.5, the version on every BOSH machine, and was tested against it. The longest match wins; of equally
-long matches, the first one wins. Some keywords change the rules for the next token: ``check`` is followed by a name,
-and ``start "`` by a program's arguments. Because the parser does not influence these rules, a text can be tokenised
-completely before it is parsed.
+Follows monit 5.2.5, the version on every BOSH machine, and was tested against it. The longest match wins. If several
+matches have the same length, the first one wins. Some keywords change the rules for the next token: ``check`` is
+followed by a name, and ``start "`` by a program's arguments. Because the parser does not influence these rules, the
+input can be tokenized completely before it is parsed.
 """
 
 from __future__ import annotations
@@ -98,9 +98,11 @@ starts 4 ms sooner.
 
 
 _Mode: TypeAlias = tuple[tuple[str, str], ...]
+"""The kinds and patterns of the matches that are possible after a certain keyword."""
 
 
 def _mode(**patterns: str) -> _Mode:
+    """Return the alternatives for ``_longest_match``: pairs of a kind and its pattern."""
     return tuple(patterns.items())
 
 
@@ -108,7 +110,7 @@ _NAME: Final = _mode(skip=r"[ \r\t\n]+", bare=WORD, quoted=rf"\"{WORD}\"|'{WORD}
 """After ``check``: a name, which is a single word even in quotes."""
 
 _GROUP: Final = _mode(skip=r"\n", bare=WORD, quoted=rf"\"{WORD}\"|'{WORD}'")
-"""After ``group``: a name as after ``check``, except that it may not follow on an indented next line."""
+"""After ``group``: a name as after ``check``, except that it cannot follow on an indented next line."""
 
 _DEPENDS: Final = _mode(skip=r"[ \r\t;,()]+", line=r"[ \r\t;,()]*\n[ \r\t;,()]*", bare=WORD, over=r"[ \r\n\t]+[^,]")
 """After ``depends on``: names separated by commas. The list ends at a blank or line break without a comma."""
@@ -128,7 +130,7 @@ NO_NAME: Final = "a quote that no single word follows"
 
 
 def lex(text: str) -> list[Token]:
-    """Tokenise ``text``, leaving out noise words and adding a final ``END``. Invalid text becomes ``BAD`` tokens
+    """Tokenize ``text``, leaving out noise words and adding a final ``END``. Invalid text becomes ``BAD`` tokens
     instead of an exception.
     """
     tokens: list[Token] = []
@@ -136,7 +138,7 @@ def lex(text: str) -> list[Token]:
     token = re.compile(_TOKEN, re.VERBOSE | re.IGNORECASE | re.ASCII | re.DOTALL)
     while match := token.match(text, at):
         kind = match.lastgroup or ""
-        at = match.end() if kind == "skip" else _TAKE[kind](match, tokens)
+        at = match.end() if kind == "skip" else _HANDLERS[kind](match, tokens)
     tokens.append(Token("END", "", len(text), len(text)))
     return tokens
 
@@ -151,13 +153,16 @@ def unescape(text: str) -> str:
 
 
 def _unescaped(match: re.Match[str]) -> str:
+    """Return the text that replaces a match of ``_ESCAPE``."""
     if match[1]:
         return _ESCAPED.get(match[1], match[1])
     return bytes.fromhex(match[2]).decode("utf-8", "surrogateescape")
 
 
 def _word(match: re.Match[str], tokens: list[Token]) -> int:
+    """Append the token for a keyword or an unquoted value. A noise word produces no token."""
     word = match[0]
+    # All keywords are ASCII, but ``lower`` also converts the Kelvin sign to "k".
     kind = _KINDS.get(word.lower()) if word.isascii() else None
     if kind is None:
         if number := _NUMBER.fullmatch(word):
@@ -175,13 +180,13 @@ def _word(match: re.Match[str], tokens: list[Token]) -> int:
 
 
 def _program(match: re.Match[str], tokens: list[Token]) -> int:
-    """Tokenise ``start "``, ``stop "`` or ``exec "`` and the arguments up to the closing quote. If that quote is
+    """Tokenize ``start "``, ``stop "`` or ``exec "`` and the arguments up to the closing quote. If that quote is
     missing, the arguments extend to the end of the text.
     """
     text, at = match.string, match.end()
-    tokens.append(Token(match.lastgroup or "", "", match.start(), at - 1))
+    tokens.append(Token(match.lastgroup or "", "", match.start(), at - 1))  # without the opening quote
     while at < len(text):
-        start, (kind, at) = at, _longest(_ARGUMENTS, text, at)
+        start, (kind, at) = at, _longest_match(_ARGUMENTS, text, at)
         if kind == "over":
             break
         if kind == "quote":
@@ -194,7 +199,9 @@ def _program(match: re.Match[str], tokens: list[Token]) -> int:
 
 
 def _named(match: re.Match[str], tokens: list[Token]) -> int:
-    """Tokenise ``check TYPE`` or ``group``, and the name that follows."""
+    """Tokenize ``check [TYPE]`` or ``group``, and the name that follows. The default type is ``process``, and
+    ``device`` means ``filesystem``.
+    """
     kind, mode = "group", _GROUP
     if match.lastgroup == "check":
         subject = (match["type"] or "process").lower().replace("device", "filesystem")
@@ -204,11 +211,13 @@ def _named(match: re.Match[str], tokens: list[Token]) -> int:
 
 
 def _append_value(mode: _Mode, wanted: str, match: re.Match[str], tokens: list[Token]) -> int:
-    """Append the single value that is expected after ``match``. If there is none, the text is tokenised as usual."""
+    """Append the single value that is expected after ``match``. If there is none, the next character becomes a token,
+    which the parser rejects.
+    """
     text, at = match.string, match.end()
     kind = "skip"
     while kind == "skip":
-        start, (kind, at) = at, _longest(mode, text, at)
+        start, (kind, at) = at, _longest_match(mode, text, at)
     if kind == "bare":
         tokens.append(Token(wanted, text[start:at], start, at))
     elif kind == "quoted":
@@ -220,19 +229,20 @@ def _append_value(mode: _Mode, wanted: str, match: re.Match[str], tokens: list[T
 
 
 def _depends(match: re.Match[str], tokens: list[Token]) -> int:
+    """Tokenize ``depends on`` and the names that follow."""
     text, at = match.string, match.end()
     tokens.append(Token("depends", "", *match.span()))
     kind = "skip"
     while kind and kind != "over":
-        start, (kind, at) = at, _longest(_DEPENDS, text, at)
+        start, (kind, at) = at, _longest_match(_DEPENDS, text, at)
         if kind == "bare":
             tokens.append(Token("NAME", text[start:at], start, at))
-    return at - 1 if kind == "over" else at
+    return at - 1 if kind == "over" else at  # this match includes the first character after the list
 
 
-def _longest(mode: _Mode, text: str, at: int) -> tuple[str, int]:
-    """Return the kind and end of the longest match at ``at``, or "" and ``at`` if nothing matches. Of equally long
-    matches, the first is returned.
+def _longest_match(mode: _Mode, text: str, at: int) -> tuple[str, int]:
+    """Return the kind and end of the longest match at offset ``at``, or "" and ``at`` if nothing matches. If several
+    matches have the same length, the first is returned.
     """
     best = "", at
     for kind, pattern in mode:
@@ -243,7 +253,7 @@ def _longest(mode: _Mode, text: str, at: int) -> tuple[str, int]:
 
 
 def _append_single_token(match: re.Match[str], tokens: list[Token]) -> int:
-    """Append the token for a match of one of those alternatives in ``_TOKEN`` that yield exactly one token."""
+    """Append the token for ``match``, whose alternative in ``_TOKEN`` produces exactly one token."""
     text, value = match[0], ""
     match match.lastgroup:
         case "quoted":
@@ -263,7 +273,7 @@ def _append_single_token(match: re.Match[str], tokens: list[Token]) -> int:
     return match.end()
 
 
-_TAKE: Final[Mapping[str, Callable[[re.Match[str], list[Token]], int]]] = {
+_HANDLERS: Final[Mapping[str, Callable[[re.Match[str], list[Token]], int]]] = {
     **dict.fromkeys(("quoted", "mail", "url", "load", "share", "sign"), _append_single_token),
     "start": _program,
     "stop": _program,

@@ -1,8 +1,8 @@
 """Parser for the monit 5.2.5 control language. Does no I/O.
 
-The parser was tested against that version of monit and refuses the same texts, with two exceptions. Tests on which the
-agent does not act are not checked, and neither is anything that depends on the machine, such as name resolution and the
-existence of users, groups and files. ``problems`` finds conflicts between several jobs' files.
+The parser was tested against that version of monit and rejects the same input, with two exceptions. It does not check
+tests on which the agent does not act, and it does not check anything that depends on the machine, such as name
+resolution and the existence of users, groups and files. ``problems`` finds conflicts between several jobs' files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_MISTAKES: Final = 20
 """Maximum number of problems that an error lists for one file."""
 
 LATER: Final = ("program", "network")
-"""Check types that only newer versions of monit support."""
+"""Check types that only later versions of monit support."""
 
 
 def parse(
@@ -37,11 +37,11 @@ def parse(
     without_effect: list[Ignored] | None = None,
     read_set: Callable[[Reader], None] | None = None,
 ) -> MonitFile:
-    """Parse a control file. Raises ``ConfigError`` with the errors in all statements: ``cannot read ORIGIN: line L
-    column C: found X, expected Y; line …``.
+    """Parse a control file. Raises ``ConfigError`` with the errors in all statements, but at most ``MAX_MISTAKES``:
+    ``cannot read ORIGIN: line L column C: found X, expected Y; line …``.
 
-    Statements without effect are appended to ``without_effect``, even if the file has errors. ``read_set`` reads the
-    rest of a ``set`` statement (default: ``skip_set``).
+    Statements without effect are appended to ``without_effect``, even if the file contains errors. ``read_set`` reads a
+    ``set`` statement after its first word (default: ``skip_set``).
     """
     if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
         raise ConfigError(f"cannot read {origin}: it has more than {MAX_BYTES >> 10} KiB")
@@ -78,8 +78,8 @@ def parse(
 
 
 def skip_set(reader: Reader) -> None:
-    """Skip a ``set`` statement, up to the next ``set`` or ``check``. Such statements configure the monit daemon,
-    and no known release contains one.
+    """Skip a ``set`` statement, up to the next ``set`` or ``check``. Raises ``MonitSyntaxError`` if it is empty. Such
+    statements configure the monit daemon, and no known release contains one.
     """
     first = reader.next
     while reader.kind not in ("set", "END", "BAD") and not reader.kind.startswith("check "):
@@ -92,7 +92,7 @@ def _recover(reader: Reader, first: int, exc: MonitSyntaxError) -> None:
     """Record the error in the statement at token ``first``, and continue with the next statement that begins a line."""
     reader.mistakes.append(str(exc))
     if reader.at == first:
-        reader.skip()
+        reader.skip()  # otherwise the same statement would be parsed again
     while (kind := reader.kind) not in ("END", "BAD"):
         if reader.begins_line() and (kind == "set" or kind in OPTIONS or kind.startswith("check ")):
             break
@@ -105,7 +105,7 @@ def _recover(reader: Reader, first: int, exc: MonitSyntaxError) -> None:
 
 
 def _check(reader: Reader, services: Mapping[str, Check], ignored: list[Ignored]) -> Check:
-    """Parse a check. If its head contains an error, return a check without a name, so that errors in its options are
+    """Parse a check. If the head contains an error, return a check without a name, so that errors in the options are
     found too.
     """
     check = Check(cast("Kind", reader.kind.removeprefix("check ")), "", line=reader.line(reader.next))
@@ -116,14 +116,16 @@ def _check(reader: Reader, services: Mapping[str, Check], ignored: list[Ignored]
         _recover(reader, first, exc)
     check = _options(reader, check, ignored)
     is_whole = len(reader.mistakes) == before
-    asks = [rule.test for rule in check.rules if isinstance(rule.test, Connection | Echo)]
-    if is_whole and check.kind == "host" and not asks and all(other.service != check.name for other in ignored):
+    # A check of a host must contain a network test, even if the agent does not act on the test.
+    has_test = any(isinstance(rule.test, Connection | Echo) for rule in check.rules)
+    has_ignored = any(other.service == check.name for other in ignored)
+    if is_whole and check.kind == "host" and not has_test and not has_ignored:
         raise reader.error(f"'if failed port' or 'if failed icmp' for the host {check.name}")
     return check
 
 
 def _head(reader: Reader, services: Mapping[str, Check]) -> Check:
-    """Parse the head of a check. ``services`` are the preceding services, by lower-case name."""
+    """Parse a check up to its options. ``services`` are the preceding services, by lower-case name."""
     head = reader.skip()
     token = reader.need("a name of one word", "NAME")
     name = token.value
@@ -143,12 +145,12 @@ def _head(reader: Reader, services: Mapping[str, Check]) -> Check:
     if reader.take("match"):
         return replace(check, matching=read_regex(reader, "STRING", "PATH"))
     hint = f" (monit 5.2.5 has no 'check {name}')" if name.lower() in LATER else ""
-    reader.need(f"'pidfile' or 'matching'{hint}", "pidfile", "path")
+    reader.need(f"'pidfile' or 'matching'{hint}", "pidfile", "path")  # monit accepts either word
     return replace(check, pidfile=reader.path("a path"))
 
 
 def _options(reader: Reader, check: Check, ignored: list[Ignored]) -> Check:
-    """Parse the options of a check, which may occur in any order and any number of times. Options without effect are
+    """Parse a check's options, which may occur in any order and any number of times. Options without effect are
     appended to ``ignored``.
     """
     kind = f"check {check.kind}"
@@ -159,14 +161,14 @@ def _options(reader: Reader, check: Check, ignored: list[Ignored]) -> Check:
             if option is None or check.kind not in option.kinds:
                 raise reader.error(f"an option of {kind}, 'check', 'set' or the end of the file")
             before, check = check, option.read(reader, check)
-            if check is before:
+            if check is before:  # the option has no effect
                 ignored.append(Ignored(reader.written(first), check.name, reader.line(token)))
         except MonitSyntaxError as exc:
             _recover(reader, first, exc)
     return check
 
 
-def _program(reader: Reader, check: Check) -> Check:
+def _start_or_stop(reader: Reader, check: Check) -> Check:
     if reader.kind == "start":
         return replace(check, start=read_program(reader))
     return replace(check, stop=read_program(reader))
@@ -204,7 +206,7 @@ def _every(reader: Reader, check: Check) -> Check:
 def _alert(reader: Reader, check: Check) -> Check:
     """Parse ``alert ADDRESS [[not] { EVENT... }] [mail-format {...}] [reminder N cycles]``, or ``noalert ADDRESS``.
 
-    The statement has no effect, because alerts go to the Health Monitor. Another option may follow.
+    The statement has no effect, because alerts go to the Health Monitor.
     """
     if reader.skip().kind == "noalert":
         reader.need("a mail address", "MAIL")
@@ -214,7 +216,7 @@ def _alert(reader: Reader, check: Check) -> Check:
 
 
 def skip_alert(reader: Reader) -> str:
-    """Parse the rest of an ``alert`` statement and return the address."""
+    """Parse the rest of an ``alert`` statement. Return the address, and skip everything else."""
     address = reader.need("a mail address", "MAIL").value
     if reader.take("not") or reader.kind == "{":
         _braces(reader, "events")
@@ -237,25 +239,27 @@ def _braces(reader: Reader, content: str) -> None:
 
 
 def _rule(reader: Reader, check: Check) -> Check:
+    """Parse a rule. If it has no effect, return the check unchanged."""
     rule = read_rule(reader, check.kind, check.address or "localhost")
     return replace(check, rules=(*check.rules, rule)) if rule else check
 
 
 def _ignore(reader: Reader, check: Check) -> Check:
+    """Parse ``ignore [not] match``. If the statement has no effect, return the check unchanged."""
     passed_over = read_ignore(reader)
     return replace(check, passed_over=(*check.passed_over, passed_over)) if passed_over else check
 
 
 class _Option(NamedTuple):
-    """A function that reads an option, and the check types that have this option."""
+    """A function that reads an option, and the check types that support the option."""
 
     read: Callable[[Reader, Check], Check]
     kinds: frozenset[str] = ALL
 
 
 OPTIONS: Final[Mapping[str, _Option]] = {
-    "start": _Option(_program, ALL - STATUS),
-    "stop": _Option(_program, ALL - STATUS),
+    "start": _Option(_start_or_stop, ALL - STATUS),
+    "stop": _Option(_start_or_stop, ALL - STATUS),
     "group": _Option(_group),
     "depends": _Option(_depends),
     "mode": _Option(_mode, ALL - SYSTEM - STATUS),
@@ -289,8 +293,8 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 def problems(files: Iterable[MonitFile]) -> list[Problem]:
-    """Find conflicts that would make monit reject these files together: duplicate services, and missing or circular
-    dependencies.
+    """Find conflicts between ``files`` that would make monit reject all of them: duplicate services, and missing or
+    circular dependencies.
     """
     found: list[Problem] = []
     defined: dict[str, tuple[Check, str]] = {}
@@ -316,17 +320,17 @@ def problems(files: Iterable[MonitFile]) -> list[Problem]:
 
 
 def _dependency_cycles(depends: Mapping[str, list[str]]) -> Iterator[list[str]]:
-    """Yield each circular dependency as a list of names, which begins with the service that is defined first. No name
-    is yielded twice.
+    """Yield each circular dependency as a list of names, in which each service depends on the next. The list begins
+    with the service that is defined first. No name is yielded twice.
     """
-    left = dict(depends)
+    remaining = dict(depends)
     while True:
         try:
-            graphlib.TopologicalSorter(left).prepare()
+            graphlib.TopologicalSorter(remaining).prepare()
         except graphlib.CycleError as exc:
-            circle = exc.args[1][:0:-1]
+            circle = exc.args[1][:0:-1]  # graphlib puts dependencies first, and the same name at both ends
             first = circle.index(min(circle, key=list(depends).index))
             yield circle[first:] + circle[:first]
-            left = {name: below for name, below in left.items() if name not in circle}
+            remaining = {name: below for name, below in remaining.items() if name not in circle}
         else:
             return

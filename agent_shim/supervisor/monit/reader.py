@@ -17,12 +17,12 @@ MAX_SHOWN_CHARS: Final = 40
 
 
 class MonitSyntaxError(ValueError):
-    """An error in one statement: its position, the text found and the text expected."""
+    """An error in one statement. The message contains the position, what was found, and what was expected."""
 
 
 class Reader:
-    """Reads the tokens of one text. ``next`` is the next token, and ``kind`` is its kind. ``include`` statements are
-    skipped and collected in ``includes``.
+    """Reads the tokens of one file's text. ``next`` is the next token, and ``kind`` is its kind. ``include`` statements
+    are skipped and collected in ``includes``. In the methods, ``expected`` describes the expected token for an error.
     """
 
     def __init__(self, text: str) -> None:
@@ -34,7 +34,7 @@ class Reader:
         self.next = self.tokens[0]
         self.kind = self.next.kind
         self.mistakes: list[str] = []
-        if "\0" in text:
+        if "\0" in text:  # reject the whole text
             at = text.index("\0")
             self.mistakes.append(str(self.error("text", Token("BAD", "a NUL byte", at, at + 1))))
             self.end()
@@ -74,13 +74,16 @@ class Reader:
         return self.skip()
 
     def string(self, expected: str) -> str:
+        """Read a word or a quoted string. A keyword must be quoted, and a path (quoted or not) is an error."""
         hint = f" (in quotes: {self.kind} is a keyword)" if self.kind in KEYWORDS else ""
         return self.need(expected + hint, "STRING").value
 
     def path(self, expected: str) -> str:
+        """Read an absolute path, quoted or not."""
         return self.need(f"{expected}, beginning with '/'", "PATH").value
 
     def number(self, expected: str) -> int:
+        """Read a whole number."""
         token = self.need(expected, "NUMBER")
         if len(token.value) > MAX_DIGITS:
             raise self.error(f"{expected} of {MAX_DIGITS} digits at most", token)
@@ -105,13 +108,14 @@ class Reader:
         return seconds
 
     def error(self, expected: str, token: Token | None = None) -> MonitSyntaxError:
-        """Build an error with the text found at ``token`` (default: the next one) and the expected text."""
+        """Build an error that quotes ``token`` (default: the next one) and says what was expected instead."""
         token = token or self.next
         column = token.start - self.text.rfind("\n", 0, token.start)
         position = f"line {self.line(token)} column {column}"
         return MonitSyntaxError(f"{position}: found {self._found(token)}, expected {expected}")
 
     def line(self, token: Token) -> int:
+        """Return the number of the line that contains the token, counted from 1."""
         return self.text.count("\n", 0, token.start) + 1
 
     def written(self, first: int) -> str:
@@ -120,11 +124,12 @@ class Reader:
         """
         found = ""
         for token in self.tokens[first : self.at]:
-            # A mail subject extends to the end of its line.
+            # A mail subject ends at the end of its line.
             found += self.text[token.start : token.end].strip() + ("\n" if token.kind == "SUBJECT" else " ")
         return found.rstrip()
 
     def _found(self, token: Token) -> str:
+        """Describe a token for an error message."""
         if token.kind == "END":
             return "the end of the file"
         if token.kind == "BAD":

@@ -47,7 +47,9 @@ NO_TLS: Final = "monit on a BOSH machine has no TLS"
 
 
 def read_program(reader: Reader, *, timed: bool = True) -> values.MonitProgram:
-    """Parse the words after ``start``, ``stop`` or ``exec``, then user and group and, if ``timed``, the timeout."""
+    """Parse a program. It consists of a keyword (``start``, ``stop`` or ``exec``), the words of the command, an
+    optional user and group, and an optional timeout. Set ``timed`` to False for ``exec``, which has no timeout.
+    """
     reader.skip()
     argv = [reader.need("a program and its arguments", "STRING", "PATH").value]
     while token := reader.take("STRING", "PATH"):
@@ -69,8 +71,8 @@ def read_program(reader: Reader, *, timed: bool = True) -> values.MonitProgram:
 
 
 def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule | None:
-    """Parse a rule in a check of this kind. Return None if it contains a test on which the agent does not act.
-    ``address`` is used as the host of connections that do not name one.
+    """Parse a rule in a check of kind ``kind``. Return None if the agent does not act on its test. ``address`` is the
+    host for connections that do not name one.
 
     A rule without a rate (``for N cycles``) fires on the first failed check. (In monit 5.2.5, it gets the rate of the
     preceding rule if that rule tests existence or a pid change, because of a bug in ``seteventaction`` in ``p.y``.)
@@ -85,6 +87,7 @@ def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule | 
     is_count = isinstance(test, values.Restarts)
     rate = values.ONCE if is_count else _rate(reader)
     reader.need("'then'" if is_count else "a rate or 'then'", "then")
+    # In monit, ``then timeout`` after a number of restarts means ``unmonitor``.
     action = values.Action("unmonitor") if is_count and reader.take("timeout") else _action(reader)
     recovers = not isinstance(test, (values.Restarts, *values.CHANGES))
     recovery, recovery_rate = _recovery(reader) if recovers else (values.IGNORE, values.ONCE)
@@ -92,8 +95,8 @@ def read_rule(reader: Reader, kind: values.Kind, address: str) -> values.Rule | 
 
 
 def read_ignore(reader: Reader) -> values.Match | None:
-    """Parse ``ignore [not] match PATTERN``. Return None if the statement names a file with patterns instead, because
-    such statements have no effect.
+    """Parse ``ignore [not] match PATTERN``. Return None if the statement names a file with patterns instead, in which
+    case it has no effect.
     """
     reader.skip()
     is_negated = reader.take("not") is not None
@@ -105,7 +108,10 @@ def read_ignore(reader: Reader) -> values.Match | None:
 
 
 def _test(reader: Reader, kind: values.Kind) -> values.Test | None:
-    wanted = _wanted(reader, kind)
+    """Parse the test of a rule. If the agent does not act on this test, return None; ``read_rule`` then skips the
+    remaining words.
+    """
+    wanted = _test_key(reader, kind)
     test = _read_test(reader, wanted)
     # monit accepts several resource tests in a row, and uses only the last of them.
     while wanted in RESOURCES and reader.kind in RESOURCES and kind in TESTS[reader.kind].kinds:
@@ -114,8 +120,8 @@ def _test(reader: Reader, kind: values.Kind) -> values.Test | None:
 
 
 def _read_test(reader: Reader, wanted: str) -> values.Test | None:
-    """Skip the words that make up the key ``wanted``, then parse the rest of the test with the function that ``TESTS``
-    lists for it.
+    """Parse a test whose key in ``TESTS`` is ``wanted``. Skip the words of the key, then call the key's function with
+    the last of these words. For the key ``NUMBER``, nothing is skipped, because the function reads the number itself.
     """
     words = [] if wanted == "NUMBER" else wanted.split(" ") if wanted.startswith(PAIRS) else [wanted]
     for _ in words:
@@ -123,9 +129,9 @@ def _read_test(reader: Reader, wanted: str) -> values.Test | None:
     return TESTS[wanted].read(reader, words[-1] if words else "")
 
 
-def _wanted(reader: Reader, kind: values.Kind) -> str:
-    """Return the key under which ``TESTS`` lists the next test. Raises ``MonitSyntaxError`` if it lists no such test
-    for this kind of check.
+def _test_key(reader: Reader, kind: values.Kind) -> str:
+    """Return the key of the next test in ``TESTS``. Raises ``MonitSyntaxError`` if checks of kind ``kind`` do not
+    support the test.
     """
     first, second = reader.next, reader.second
     is_pair = first.kind in PAIRS
@@ -138,6 +144,7 @@ def _wanted(reader: Reader, kind: values.Kind) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
+    """Format a list of tests for an error message."""
     return ", ".join("a number of restarts" if name == "NUMBER" else f"'{name}'" for name in names)
 
 
@@ -163,6 +170,7 @@ def _rate(reader: Reader) -> values.Rate:
 
 
 def _action(reader: Reader) -> values.Action:
+    """Parse the action after ``then``."""
     if reader.kind == "exec":
         return values.Action("exec", read_program(reader, timed=False))
     kinds = ("alert", "restart", "start", "stop", "unmonitor")
@@ -170,6 +178,7 @@ def _action(reader: Reader) -> values.Action:
 
 
 def _recovery(reader: Reader) -> tuple[values.Action, values.Rate]:
+    """Parse ``[else if succeeded [RATE] then ACTION]``."""
     if not reader.take("else"):
         return values.ALERT, values.ONCE
     reader.need("'if'", "if")
@@ -183,6 +192,7 @@ def _recovery(reader: Reader) -> tuple[values.Action, values.Rate]:
 
 
 def _restarts(reader: Reader, _: str) -> values.Restarts:
+    """Parse ``N restarts within M cycles``."""
     token = reader.next
     count = reader.number("a number of restarts")
     reader.need("'restarts'", "restart")
@@ -194,6 +204,7 @@ def _restarts(reader: Reader, _: str) -> values.Restarts:
 
 
 def _changed(reader: Reader, what: str) -> values.Changed:
+    """Parse the rest of ``changed WHAT``. ``md5`` and ``sha1`` must be followed by the word ``checksum``."""
     if what in ("md5", "sha1"):
         reader.need("'checksum'", "checksum")
         return values.Changed("checksum", cast("values.Algorithm", what))
@@ -201,10 +212,12 @@ def _changed(reader: Reader, what: str) -> values.Changed:
 
 
 def _owned(reader: Reader, what: str) -> values.Unlike:
+    """Parse the owner after ``failed uid`` or ``failed gid``."""
     return values.Unlike(cast('Literal["gid", "uid"]', what), _owner(reader, "a user" if what == "uid" else "a group"))
 
 
 def _permission(reader: Reader, _: str) -> values.Unlike:
+    """Parse the mode after ``failed permission``."""
     token, expected = reader.next, "an octal number from 0 to 7777"
     digits = str(reader.number(expected))
     if set(digits) - set("01234567") or int(digits, 8) > MAX_PERMISSION:
@@ -224,8 +237,8 @@ def _checksum(reader: Reader, word: str) -> values.Unlike:
 
 
 def _digest(reader: Reader, algorithm: values.Algorithm | None = None) -> tuple[str, values.Algorithm]:
-    """Parse a checksum, ignoring characters other than hexadecimal digits. Its length must be that of ``algorithm`` or,
-    if ``algorithm`` is None, of any known algorithm.
+    """Parse a checksum, ignoring all characters except hexadecimal digits. The length must be that of ``algorithm`` or,
+    if that is None, of any known algorithm.
     """
     token = reader.next
     digits = "".join(re.findall("[0-9a-f]", reader.string("a checksum").lower()))
@@ -236,7 +249,9 @@ def _digest(reader: Reader, algorithm: values.Algorithm | None = None) -> tuple[
 
 
 def _matched(reader: Reader, *, is_negated: bool) -> values.Match | None:
-    """Parse the pattern after ``match``. Return None for a path, which is not consumed."""
+    """Parse the pattern after ``match``. Return None if the path of a pattern file follows instead, which is not
+    supported. The caller has to consume this path.
+    """
     if reader.kind == "PATH":
         return None
     if reader.kind != "STRING":
@@ -248,10 +263,11 @@ def _limit(reader: Reader, metric: str) -> values.Limit:
     """Parse ``[OPERATOR] VALUE``. The metric determines which units are allowed."""
     taken = reader.take(">", "<", "=", "!=", "changed")
     sign = taken.kind if taken else "="
+    # monit's grammar accepts ``changed`` as a spelling of ``!=``.
     operator = cast("values.Operator", "!=" if sign == "changed" else sign)
     value: float
     is_percent, units = False, UNITS
-    is_whole = reader.kind == "NUMBER"
+    is_whole = reader.kind == "NUMBER"  # monit allows a percentage only without a decimal point
     match metric:
         case "children":
             return values.Limit(metric, operator, reader.number("a number"))
@@ -266,7 +282,7 @@ def _limit(reader: Reader, metric: str) -> values.Limit:
         case "memory" | "totalmemory" | "swap" | "space":
             value = reader.figure(AMOUNT)
             is_percent = is_whole and reader.take("%") is not None
-        case _:
+        case _:  # processor usage
             value, is_percent = reader.number("a whole number of percent"), True
             reader.need("'%'", "%")
     unit = None if is_percent else reader.take(*units)
@@ -277,7 +293,7 @@ AMOUNT: Final = "a number, a blank and a unit, like '500 mb'"
 
 
 def read_regex(reader: Reader, *kinds: str) -> str:
-    """Read a regular expression that compiles. The next token's kind must be one of ``kinds``."""
+    """Read a valid regular expression. The next token's kind must be one of ``kinds``."""
     token = reader.need("a regular expression", *kinds)
     try:
         posix_regex.compiled(token.value)
@@ -290,6 +306,7 @@ def read_regex(reader: Reader, *kinds: str) -> str:
 
 
 def _echo(reader: Reader, _: str) -> values.Echo:
+    """Parse ``type echo [count N]`` and a timeout."""
     reader.need("'type'", "type")
     reader.need("'echo'", "echo")
     count = reader.number("a number of requests") if reader.take("count") else values.ECHO_COUNT
@@ -297,13 +314,13 @@ def _echo(reader: Reader, _: str) -> values.Echo:
 
 
 def _url(reader: Reader, _: str) -> values.Connection:
-    """Parse ``URL [content = PATTERN]``."""
+    """Parse ``URL [content = PATTERN]`` and a timeout."""
     token = reader.need("a URL like http://HOST:PORT/PATH, and a blank", "URL")
     url = re.fullmatch(URL, token.value)
     if url is None or url["scheme"].lower() != "http":
         raise reader.error(f"a URL like http://HOST:PORT/PATH ({NO_TLS})", token)
     port = url["port"] or "80"
-    if len(port) > MAX_DIGITS:
+    if len(port) > MAX_DIGITS:  # the same limit as in ``Reader.number``
         raise reader.error(f"a port of {MAX_DIGITS} digits at most", token)
     request = (url["path"] or "/") + (f"?{url['query']}" if url["query"] else "")
     content, is_negated = "", False
@@ -318,8 +335,10 @@ def _url(reader: Reader, _: str) -> values.Connection:
 
 
 def _connection(reader: Reader, word: str) -> values.Connection | None:
-    """Parse ``[host H] port P`` or ``unixsocket PATH`` after its first word. Return None for an unsupported
-    protocol.
+    """Parse ``[host H] port P`` or ``unixsocket PATH``, then the protocol and a timeout. The first word, ``word``, has
+    already been read.
+
+    Return None for an unsupported protocol. If there is no host, ``read_rule`` inserts the default.
     """
     host, port, path = "", 0, ""
     if word == "unixsocket":
@@ -338,6 +357,7 @@ def _connection(reader: Reader, word: str) -> values.Connection | None:
 
 
 def _protocol(reader: Reader) -> values.Protocol | None:
+    """Parse ``[protocol NAME …]`` or a dialogue. Return None for an unsupported protocol."""
     if reader.kind in ("send", "expect"):
         return _dialogue(reader)
     if not reader.take("protocol"):
@@ -349,6 +369,7 @@ def _protocol(reader: Reader) -> values.Protocol | None:
 
 
 def _dialogue(reader: Reader) -> values.Protocol:
+    """Parse ``send TEXT`` and ``expect PATTERN`` steps."""
     lines: list[tuple[Literal["send", "expect"], str]] = []
     while line := reader.take("send", "expect"):
         if line.kind == "send":
@@ -369,8 +390,8 @@ def _http(reader: Reader) -> values.Protocol:
 
 
 class Reading(NamedTuple):
-    """The check types that have a certain test, and the function that parses the test. The function is called with the
-    reader and the last word of the test's key in ``TESTS``.
+    """A function that parses a test, and the check types that support the test. The function is called with the reader
+    and the last word of the test's key in ``TESTS``.
     """
 
     read: Callable[[Reader, str], values.Test | None]
@@ -433,6 +454,6 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "… protocol ftp, mysql and others without options": "only the connection is tested; no known release needs more",
     "if match PATH, ignore match PATH": "no known release reads patterns from another file",
 }
-"""Statements that are parsed and listed but have no effect, with the reason. If such a statement is a rule, the words
+"""Statements that are parsed and listed but have no effect, and the reasons. If such a statement is a rule, the words
 before ``then`` are not checked.
 """

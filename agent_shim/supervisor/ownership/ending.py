@@ -1,4 +1,4 @@
-"""Values that describe how a service lost its process, or that a checked path is missing."""
+"""Defines values that describe how a service lost its process, or that a checked path is missing."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ Ending: TypeAlias = Exit | NoPid | PathMissing
 
 
 def of_status(status: int | None) -> Exit:
-    """Return the exit for a status: an exit code, 128+N after signal N, or None if unknown."""
+    """Convert a status to an ``Exit``. The status is an exit code, 128+N after signal N, or None if it is unknown."""
     if status is None:
         return Unknown()
     if status > 128 and status - 128 in set(signal.Signals):

@@ -1,5 +1,5 @@
-"""One supervisor's keepers. They determine which service a process belongs to, and terminate all of a service's
-processes.
+"""Manages one supervisor's keepers, which determine the service that a process belongs to, and terminate all of a
+service's processes.
 
 Each program runs under a separate keeper (``host.keeper``). The keeper's label names the owner: a service, a bpm.yml
 process (``bpm.calls.bpm_label``), or a job's scripts or rules. All descendants of a keeper belong to its label. They
@@ -30,7 +30,8 @@ from agent_shim.supervisor.ownership.process_record import Identity
 logger = logging.getLogger(__name__)
 
 EXIT_WAIT_S: Final = 0.25
-"""Seconds that a service's other processes may still run after its main process has exited, before they are signalled.
+"""Seconds that a service's other processes may still run after its main process has exited, before they are
+signalled.
 """
 KILL_ROUNDS: Final = 3
 """How many times KILL is sent to a process tree that is not under the service's keepers. If it forks processes during
@@ -56,10 +57,11 @@ def is_rule_label(label: str) -> bool:
 
 
 class Left(NamedTuple):
-    """A process that survived a stop."""
+    """A process that survived a stop, or an orphan of a killed keeper."""
 
     pid: int
     start: int
+    """Start time in ticks since boot."""
     name: str
 
     def __str__(self) -> str:
@@ -81,7 +83,7 @@ class _Lost(NamedTuple):
         return self.pid, self.start
 
 
-def left(identities: Iterable[Identity]) -> list[Left]:
+def with_names(identities: Iterable[Identity]) -> list[Left]:
     """Return a ``Left`` for each process, with the process name from the kernel. Blocks for about 10 microseconds per
     process.
     """
@@ -93,7 +95,9 @@ class Keepers:
 
     def __init__(self, paths: Paths) -> None:
         self.killed: set[str] = set()
-        """Labels of the keepers whose processes had to be killed. The caller clears this set."""
+        """Labels of the keepers whose processes had to be killed in a stop. A graceful shutdown clears this set and
+        then reports it.
+        """
         self.on_loss: Callable[[str, list[Left]], None] | None = None
         """Called when a keeper was killed, with its label and the processes that may have been under it."""
         self._lost: dict[str, _Lost] = {}
@@ -104,6 +108,7 @@ class Keepers:
         """
         self._directory = paths.keepers
         self.base: Final = paths.base
+        """The agent's base directory, which is part of the names of job cgroups."""
         self._kept: tuple[Keeper, ...] = ()
         """The connected keepers. The tuple is replaced at each change, because threads read it."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -111,7 +116,9 @@ class Keepers:
     # --- lifecycle ----------------------------------------------------------------------------------------------------
 
     async def find(self) -> None:
-        """Connect to an earlier agent's keepers. Keepers that cannot be reached are treated as killed."""
+        """Connect to an earlier agent's keepers. Keepers that cannot be reached are treated as killed. Call ``settle``
+        afterwards.
+        """
         found, ended = await keeper.find(self._directory)
         self._lost = {name: _Lost(since, 0) for name, since in ended.items()}
         self._kept = (*self._kept, *found)
@@ -121,6 +128,7 @@ class Keepers:
         self._forget(set(self._lost))
 
     def _forget(self, names: Collection[str]) -> None:
+        """Forget killed keepers, given by socket name, and remove their sockets."""
         for name in names:
             del self._lost[name]
             with contextlib.suppress(OSError):
@@ -128,51 +136,51 @@ class Keepers:
 
     def settle(self) -> None:
         """Start following an earlier agent's keepers, and release those without descendants. Call this after reading
-        all exits that the keepers have recorded.
+        all exits that the keepers have recorded, because a release discards them.
         """
-        for each in self._kept:
-            if each.on_change is None:
-                self._follow(each)
+        for kept in self._kept:
+            if kept.on_change is None:
+                self._follow(kept)
 
     def close(self) -> None:
         """Disconnect from all keepers, and leave them running."""
-        for each in self._kept:
-            each.on_change = None
-            each.close()
+        for kept in self._kept:
+            kept.on_change = None
+            kept.close()
         for task in self._tasks:
             task.cancel()
 
     async def spawn(
         self, label: str, program: keeper.Program, out: int | Path | None, err: int | Path | None
     ) -> Process:
-        """Run a program under a new keeper. Its streams are descriptors, files to append to, or None for ``/dev/null``.
+        """Run a program under a new keeper. ``out`` and ``err`` are its output streams: descriptors, files to append
+        to, or None for ``/dev/null``. On cancellation, the program is killed.
 
-        The returned ``Process`` may already have exited. Raises ``HostError`` with the text "cannot run PROGRAM: why".
+        The returned ``Process`` may already have exited. Raises ``HostError`` with the message "cannot run PROGRAM:
+        why".
         """
         with contextlib.ExitStack() as opened:
             streams = [
-                opened.enter_context(closing(guarded.open_log(each, 0o640))) if isinstance(each, Path) else each
-                for each in (out, err)
+                opened.enter_context(closing(guarded.open_log(stream, 0o640))) if isinstance(stream, Path) else stream
+                for stream in (out, err)
             ]
             program = msgspec.structs.replace(program, stdout=streams[0], stderr=streams[1])
-            made: list[Keeper] = []
+            created: list[Keeper] = []
 
-            def keep(
-                each: Keeper,
-            ) -> None:  # called before the program runs, because the program may immediately write a pidfile
-                made.append(each)
-                self._kept = (*self._kept, each)
+            def keep(new: Keeper) -> None:
+                created.append(new)
+                self._kept = (*self._kept, new)
 
             try:
                 # ``keep`` is called before the program runs, because the program may immediately write a pidfile.
                 started = await keeper.spawn(self._directory, label, program, keep)
             except BaseException:
-                for each in made:
+                for new in created:
                     # Follow a keeper that was killed or whose program hangs, because in both cases processes may still
                     # be running.
-                    if not each.is_released:
-                        self._follow(each)
-                self._kept = tuple(each for each in self._kept if each not in made or not each.is_released)
+                    if not new.is_released:
+                        self._follow(new)
+                self._kept = tuple(kept for kept in self._kept if kept not in created or not kept.is_released)
                 raise
         try:
             return await started.program_process()
@@ -183,11 +191,11 @@ class Keepers:
             self._follow(started)
 
     def of(self, labels: Collection[str]) -> list[Keeper]:
-        """Return the keepers that have one of these labels."""
+        """Return the connected keepers with one of the ``labels``."""
         return [each for each in self._kept if each.label in labels]
 
     def of_scripts(self) -> list[str]:
-        """Return the script labels whose keepers still have processes."""
+        """Return the labels of jobs' scripts for which a keeper still has processes or was killed."""
         labels = {each.label for each in self._kept} | {keeper.label_of(name) for name in self._lost}
         return sorted(label for label in labels if label.startswith(_SCRIPTS))
 
@@ -196,28 +204,30 @@ class Keepers:
         """The pids of the connected keepers."""
         return {each.pid for each in self._kept}
 
-    def _follow(self, each: Keeper) -> None:
-        each.on_change = lambda: self._changed(each)
-        self._changed(each)
+    def _follow(self, kept: Keeper) -> None:
+        """Handle the changes that a keeper has already reported and those that it reports later."""
+        kept.on_change = lambda: self._changed(kept)
+        self._changed(kept)
 
-    def _changed(self, each: Keeper) -> None:
-        """Handle a change that a keeper has reported. If the keeper has no descendants any more or was killed, stop
-        following it.
+    def _changed(self, kept: Keeper) -> None:
+        """Handle a change that a keeper reported. If the keeper was killed or no longer has descendants, stop following
+        it.
         """
-        if not (each.state.is_childless or each.is_lost):
+        if not (kept.state.is_childless or kept.is_lost):
             return
-        each.on_change = None
-        self._kept = tuple(one for one in self._kept if one is not each)
-        if not each.is_lost:
-            each.release()
+        kept.on_change = None
+        self._kept = tuple(other for other in self._kept if other is not kept)
+        if not kept.is_lost:
+            kept.release()
             return
-        logger.error("the keeper %d of %s was killed", each.pid, each.label)
-        self._lost[each.name] = _Lost(each.since, each.parent, each.pid)
-        task = asyncio.create_task(self._report_loss(each.label), name=f"keeper of {each.label} was killed")
+        logger.error("the keeper %d of %s was killed", kept.pid, kept.label)
+        self._lost[kept.name] = _Lost(kept.since, kept.parent, kept.pid)
+        task = asyncio.create_task(self._report_loss(kept.label), name=f"keeper of {kept.label} was killed")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _report_loss(self, label: str) -> None:
+        """Find the orphans of the killed keepers that are labelled ``label``, and report them to ``on_loss``."""
         orphans = await self.orphans([label])
         if self.on_loss is not None:
             self.on_loss(label, orphans)
@@ -228,9 +238,9 @@ class Keepers:
         """Return the keeper above a process, or None if there is none or the process is gone. For a keeper, return the
         keeper itself. Blocks for a moment while it reads /proc.
         """
-        by_pid = {each.pid: each for each in self._kept if each.pid}
-        found = proc.nearest(identity, by_pid)
-        return None if found is None else by_pid[found]
+        by_pid = {kept.pid: kept for kept in self._kept if kept.pid}  # a keeper that has not reported yet has pid 0
+        pid = proc.nearest(identity, by_pid)
+        return None if pid is None else by_pid[pid]
 
     def owner(self, identity: Identity) -> str:
         """Return the label of the keeper above a process, or "" if there is none. Blocks for a moment while it reads
@@ -247,7 +257,7 @@ class Keepers:
         return process.adopt(*identity) if above is None else above.adopt(*identity)
 
     def ending_of(self, identity: Identity) -> keeper.Exit | None:
-        """Return how a process exited if an earlier agent's keeper recorded that, otherwise None."""
+        """Return how a process exited if an earlier agent's keeper recorded the exit, otherwise None."""
         return next(filter(None, (each.exit_of(identity) for each in self._kept)), None)
 
     def of_former_agent(self, label: str) -> list[Identity]:
@@ -255,32 +265,36 @@ class Keepers:
         return job_cgroups.members_of(f"{label}@{self.base}")
 
     async def orphans(self, labels: Collection[str]) -> list[Left]:
-        """Return the processes that may have been under the killed keepers with these labels.
+        """Return the processes that may have been under killed keepers with one of the ``labels``.
 
         A keeper also counts as killed if another program has connected to it. Such a keeper is still alive, so it is
         returned as well.
         """
         lost = [self._lost[name] for name in self._lost_keepers_of(labels)]
-        if lost:  # wait a moment, because a keeper's connection closes just before its processes get a new parent
-            await process.send_all({each.identity for each in lost}, 0, EXIT_WAIT_S)
+        if lost:
+            # A keeper's connection closes just before its processes get a new parent, so wait until the keepers have
+            # exited. Signal 0 sends nothing.
+            await process.send_all({killed.identity for killed in lost}, 0, EXIT_WAIT_S)
         return await asyncio.to_thread(self._orphans, lost) if lost else []
 
     def _lost_keepers_of(self, labels: Collection[str]) -> list[str]:
+        """Return the socket names of the killed keepers with one of the ``labels``."""
         return [name for name in self._lost if keeper.label_of(name) in labels]
 
     def _orphans(self, lost: Collection[_Lost]) -> list[Left]:
-        """Return the living processes that may have been under the killed keepers, except those that this process has
-        started.
+        """Return the living processes that may have been under the killed keepers, except those that the agent itself
+        has started.
         """
-        keepers = {each.identity for each in lost}
+        keepers = {killed.identity for killed in lost}
         # Read the pids of our own processes before the process table, because such a process may exit in between. The
         # agent itself is included, because it may be a child of PID 1.
         ours = {os.getpid()} | self.pids | process.spawned()
-        return left(
-            each.identity
-            for each in proc.table().values()
-            if (each.is_alive and each.identity in keepers)
-            or (each.is_alive and each.pid not in ours and any(_may_have_been_below(each, one) for one in lost))
+        living = [candidate for candidate in proc.table().values() if candidate.is_alive]
+        return with_names(
+            candidate.identity
+            for candidate in living
+            if candidate.identity in keepers
+            or (candidate.pid not in ours and any(_may_have_been_below(candidate, killed) for killed in lost))
         )
 
     # --- termination --------------------------------------------------------------------------------------------------
@@ -289,83 +303,95 @@ class Keepers:
         """Terminate the remaining processes of the last run, because they may occupy a port or lock that the next run
         needs. KILL follows ``grace`` seconds after TERM.
 
-        Raises ``HostError`` if some survive.
+        Raises ``HostError`` if any of them survive.
         """
         waits = [each.is_childless_within(EXIT_WAIT_S) for each in self.of(labels)]
-        await asyncio.gather(*waits, return_exceptions=True)
+        await asyncio.gather(*waits, return_exceptions=True)  # ``end`` handles killed keepers
         if alive := await self.end(labels, others, grace, is_usual=True):
             raise HostError(f"cannot end remaining processes of the last run: {', '.join(map(str, alive))}")
 
     async def end(
         self, labels: Collection[str], others: Collection[Identity], grace: float, *, is_usual: bool = False
     ) -> list[Left]:
-        """Send TERM, and KILL after ``grace`` seconds, to all processes under the keepers with these labels and to
-        ``others``.
+        """Terminate all processes under the keepers with one of the ``labels``, and also ``others`` and their
+        descendants. KILL follows ``grace`` seconds after TERM.
 
-        The descendants of ``others`` are terminated too. Return the survivors, and the orphans of killed keepers.
-        Orphans are not signalled, because it is unknown which service they belong to. If any process had to be killed,
-        the labels are added to ``killed``, unless ``is_usual`` is set.
+        Return the survivors, and the orphans of killed keepers. Orphans are not signalled, because it is unknown which
+        service they belong to. If any process had to be killed, the labels are added to ``killed``. Set ``is_usual`` if
+        kills are expected and must not be reported.
         """
         kept = self.of(labels)
+        # Terminate both groups at the same time, so that the grace period elapses only once.
         of_others = asyncio.ensure_future(_end_trees(await self.trees(labels, others), grace))
-        found = await asyncio.gather(*(self._end(each, grace) for each in kept))
+        under_keepers = await asyncio.gather(*(self._end(each, grace) for each in kept))
         alive, was_killed = await of_others
         if not is_usual and (was_killed or any(each.state.is_killing for each in kept)):
             self.killed.update(labels)
-        alive += [one for each in found for one in each]
+        for survivors in under_keepers:
+            alive += survivors
         if orphans := await self.orphans(labels):
             return [*alive, *(each for each in orphans if each not in alive)]
         self._forget(self._lost_keepers_of(labels))
         return alive
 
     async def trees(self, labels: Collection[str], roots: Collection[Identity]) -> list[Identity]:
-        """Return the living processes in the trees of ``roots``. A root that is under a keeper with one of these labels
-        is left out, with its descendants.
+        """Return the living processes in the trees of ``roots``. A root under a keeper with one of the ``labels`` is
+        left out together with its descendants, because ``end`` finds them through the keeper.
         """
         kept = self.of(labels)
-        apart = [each for each in roots if self.above(each) not in kept]
+        apart = [root for root in roots if self.above(root) not in kept]
         return await asyncio.to_thread(_trees, apart) if apart else []
 
-    async def _end(self, each: Keeper, grace: float) -> list[Left]:
-        """Send TERM, and KILL after ``grace`` seconds, to all processes under one keeper, and return the survivors. If
-        the keeper was killed, return an empty list, because in that case its processes are orphans.
+    async def _end(self, kept: Keeper, grace: float) -> list[Left]:
+        """Terminate all processes under one keeper, and return the survivors. KILL follows ``grace`` seconds after
+        TERM. If the keeper was killed, return an empty list, because its processes are then orphans.
         """
         try:
-            if await each.end(grace):
+            if await kept.end(grace):
                 return []
         except HostError as exc:
-            if not each.is_lost:
+            if not kept.is_lost:
                 logger.error("%s", exc)
-                return [Left(each.pid, each.since, f"the keeper of {each.label}, which does not answer")]
-        alive = await asyncio.to_thread(lambda: left(one.identity for one in each.processes() if not each.is_lost))
-        if not alive and not each.is_lost and not each.state.is_childless:
+                return [Left(kept.pid, kept.since, f"the keeper of {kept.label}, which does not answer")]
+        # Check ``is_lost`` for each process, because the keeper may be killed in the meantime and its pid reused.
+        alive = await asyncio.to_thread(
+            lambda: with_names(survivor.identity for survivor in kept.processes() if not kept.is_lost)
+        )
+        if not alive and not kept.is_lost and not kept.state.is_childless:
             # A killed process can remain a zombie, for example until its tracer has reaped it.
-            alive = [Left(each.pid, each.since, f"the keeper of {each.label}, which still has dead children")]
+            alive = [Left(kept.pid, kept.since, f"the keeper of {kept.label}, which still has dead children")]
         return alive
 
 
-def _may_have_been_below(each: proc.Stat, lost: _Lost) -> bool:
-    parents = (lost.parent,) if lost.parent else (1, os.getpid())
-    return each.start_ticks >= lost.start and each.parent in parents
+def _may_have_been_below(candidate: proc.Stat, lost: _Lost) -> bool:
+    """Return True if a process may have been below a killed keeper, judging by its start time and its parent."""
+    parents = (lost.parent,) if lost.parent else (1, os.getpid())  # the parent is unknown, so consider both subreapers
+    return candidate.start_ticks >= lost.start and candidate.parent in parents
 
 
-async def _end_trees(ahead: Collection[Identity], grace: float) -> tuple[list[Left], bool]:
-    """Send TERM to processes and their descendants, and KILL after ``grace`` seconds. Return the survivors, and whether
-    KILL was sent.
+async def _end_trees(remaining: Collection[Identity], grace: float) -> tuple[list[Left], bool]:
+    """Send TERM to processes and their descendants, and KILL after ``grace`` seconds. KILL is repeated for
+    processes that were forked in the meantime. Return the survivors, and whether KILL was sent.
     """
     rounds = [(signal.SIGTERM, grace), *[(signal.SIGKILL, process.KILL_TIMEOUT_S / KILL_ROUNDS)] * KILL_ROUNDS]
     was_killed = False
     for sig, timeout in rounds:
-        if not ahead:
+        if not remaining:
             break
         was_killed = sig is signal.SIGKILL
-        await process.send_all(ahead, sig, timeout)
-        ahead = await asyncio.to_thread(_trees, ahead)
-    return left(ahead), was_killed
+        await process.send_all(remaining, sig, timeout)
+        remaining = await asyncio.to_thread(_trees, remaining)
+    return with_names(remaining), was_killed
 
 
 def _trees(roots: Collection[Identity]) -> list[Identity]:
     """Return the living processes among ``roots`` and their descendants. Blocks."""
-    living = [one for pid, start in roots if (one := proc.stat(pid)) and one.is_alive and one.start_ticks == start]
-    found = {each.pid: each for root in living for each in (root, *proc.below(root.pid).values()) if each.is_alive}
-    return [each.identity for each in found.values()]
+    found: dict[int, proc.Stat] = {}
+    for identity in roots:
+        root = proc.stat(identity[0])
+        if root is None or not root.is_alive or root.identity != identity:
+            continue
+        for member in (root, *proc.below(root.pid).values()):
+            if member.is_alive:
+                found[member.pid] = member
+    return [member.identity for member in found.values()]

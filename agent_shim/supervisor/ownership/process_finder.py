@@ -68,11 +68,12 @@ class LateError(HostError):
 class ProcessFinder:
     """Finds and tracks a service's process. ``program`` is the start program during a start.
 
-    The methods get the service's process record as ``record``, and ``changed`` is called after each change to it.
+    The methods take the service's process record as ``record``. ``changed`` is called after each change to the record.
     """
 
     def __init__(self, keepers: Keepers, timing: Timing, changed: Callable[[], None]) -> None:
         self.process: Process | None = None
+        """The watched process."""
         self.program: Process | None = None
         self.doubted: Process | None = None
         """The process that was watched before, if it is alive although the pidfile no longer names a process."""
@@ -84,7 +85,7 @@ class ProcessFinder:
         self.refused = ""
         """Why the process named by the pidfile is not accepted as the service's process, or ""."""
         self._refused: tuple[Pidfile, Identity] | None = None
-        """The pidfile whose process was not accepted, and that process."""
+        """The pidfile whose process was not accepted, and that process. ``is_renamed`` ignores this pidfile."""
         self._timing = timing
         self._changed = changed
 
@@ -94,8 +95,9 @@ class ProcessFinder:
         return self.process.pid if self.process is not None else 0
 
     async def look(self, spec: ProcessSpec, record: ProcessRecord) -> bool:
-        """Return True if the process or path exists. If no process is watched yet, look for one to adopt: a process
-        that another agent has started, that a late pidfile names, or that replaces the previous process.
+        """Return True if the process exists. If no process is watched yet, look for one to adopt: a process that
+        another agent has started, that a late pidfile names, or that replaces the previous process. For a check that
+        has no process, return the last result of ``look_at_path``.
 
         Processes that were found or have exited are recorded in ``record``. The handle of an exited process is
         released.
@@ -132,8 +134,8 @@ class ProcessFinder:
         return self._refused is not None and proc.is_there(self._refused[1])
 
     def is_renamed(self, spec: ProcessSpec) -> bool:
-        """Return True if the pidfile names a living process that is neither the watched process nor one that was
-        refused.
+        """Return True if the pidfile names an existing process that is neither the watched process nor one that was
+        rejected.
         """
         if spec.pidfile is None or self.process is None or not self.process.is_alive:
             return False
@@ -154,41 +156,46 @@ class ProcessFinder:
         found = await self._find(spec, record, pidfile)
         if found is None or before is None or pidfile is None:
             return False
-        one, relation = found
+        candidate, relation = found
         if relation is Tie.NAMED:
-            self._refuse(pidfile, one, f"the service's process {before.pid} ({proc.name(before.pid)}) is still running")
+            why = f"the service's process {before.pid} ({proc.name(before.pid)}) is still running"
+            self._refuse(pidfile, candidate, why)
             return False
-        if not self._adopt(record, pidfile, one, relation):
+        if not self._adopt(record, pidfile, candidate, relation):
             return False
         before.release()
         return True
 
-    def _adopt(self, record: ProcessRecord, pidfile: Pidfile | None, one: proc.Stat, relation: Tie) -> bool:
+    def _adopt(self, record: ProcessRecord, pidfile: Pidfile | None, found: proc.Stat, relation: Tie) -> bool:
         """Watch and record a process. Return False if it has just exited."""
-        if not self._watch(one.identity):
+        if not self._watch(found.identity):
             return False
-        record.known, record.named_by, record.is_only_named = one.identity, pidfile, relation is Tie.NAMED
-        if relation is Tie.SHARED:
-            record.take_over([one.identity])
+        record.known, record.named_by, record.is_only_named = found.identity, pidfile, relation is Tie.NAMED
+        if relation is Tie.SHARED:  # its keeper is that of a script or rule, so the service has to record the process
+            record.take_over([found.identity])
         self._changed()
         return True
 
-    def _refuse(self, pidfile: Pidfile, one: proc.Stat, why: str) -> None:
-        self.refused = f"the pidfile names process {one.pid} ({proc.name(one.pid)}): {why}"
-        self._refused = pidfile, one.identity
+    def _refuse(self, pidfile: Pidfile, found: proc.Stat, why: str) -> None:
+        """Record that the process named by the pidfile is not accepted as the service's process."""
+        self.refused = f"the pidfile names process {found.pid} ({proc.name(found.pid)}): {why}"
+        self._refused = pidfile, found.identity
 
     def _watch(self, identity: Identity) -> bool:
-        own = self.program
-        found = own if own and own.identity == identity else self._keepers.adopt(identity)
-        if found is None:
+        """Watch a process as the service's process. Return False if the process has exited. Otherwise, release the
+        handle of the process that ``doubt`` has set aside.
+        """
+        program = self.program
+        handle = program if program and program.identity == identity else self._keepers.adopt(identity)
+        if handle is None:
             return False
-        self.process = found
+        self.process = handle
         self._release_doubted()
         self.up_at = time.monotonic() - clock.uptime_of(identity[1])
         return True
 
     def is_void(self, spec: ProcessSpec) -> bool:
-        """Return True if the process is alive although the pidfile does not name a process."""
+        """Return True if the watched process is alive but the pidfile names no existing process."""
         if spec.pidfile is None or self.process is None or not self.process.is_alive:
             return False
         with watchdog.reading(spec.name, "its pidfile"):
@@ -197,10 +204,12 @@ class ProcessFinder:
     def doubt(self, record: ProcessRecord) -> None:
         """Stop watching the process until its pidfile names it again. It still belongs to the service."""
         self.doubted, self.process = self.process, None
-        record.named_by = None
+        record.named_by = None  # no pidfile names the process any more
 
     async def gone(self, spec: ProcessSpec) -> Ending:
-        """Wait until the process exits or the path disappears, and return what happened."""
+        """Wait until the process exits or the path disappears, and return what happened. Return at once if the pidfile
+        no longer names the process (``doubt``), or if no process is watched.
+        """
         if self.doubted is not None and self.process is None:
             return ending.NoPid()
         if spec.is_process:
@@ -227,14 +236,15 @@ class ProcessFinder:
     async def arrival(self, spec: ProcessSpec, record: ProcessRecord) -> None:
         """Wait for the process, and for the exit of the start program unless the program itself is the process.
 
-        Raises ``HostError`` if no process can appear any more. Raises ``LateError`` when the start program exceeds its
-        timeout. The program keeps running, as under monit (monit 5.2.5 control.c, ``wait_start``).
+        Raises ``HostError`` if no process can appear any more. Raises ``LateError`` if no process has appeared within
+        the start program's timeout. A program that has not exited by then keeps running, as under monit (monit 5.2.5
+        control.c, ``wait_start``).
         """
         program = self.program
         assert program is not None
         allowed = max(spec.start.timeout if spec.start else 0.0, self._timing.linger)
         begun_at = time.monotonic()
-        appeared_at = ended_at = 0.0
+        appeared_at = ended_at = 0.0  # 0 until the process appears, or the start program exits
         pause = MIN_POLL_S
         while True:
             now = time.monotonic()
@@ -242,6 +252,7 @@ class ProcessFinder:
             is_there = await self.look_at_path(spec) if not spec.is_process else await self.look(spec, record)
             if is_there:
                 appeared_at = appeared_at or now
+                # A start program that does not exit in time is left running.
                 if ended_at or self.process is program or now - appeared_at > self._timing.linger:
                     return
             elif ended_at:
@@ -259,12 +270,12 @@ class ProcessFinder:
             for label in labels:
                 record.take_over(self._keepers.of_former_agent(label))
             record.was_in_cgroup = False
-        if record.program is not None and record.program != record.known:
+        if record.program is not None and record.program != record.known:  # the process may be its own start program
             self.program = self._keepers.adopt(record.program)
         if record.known is None or self._watch(record.known):
             return
         if seen := self._keepers.ending_of(record.known):  # the process may have exited while no agent was running
-            self.process = process.ended(record.known, seen.status)
+            self.process = process.ended(record.known, seen.status)  # ``gone`` then returns this exit
 
     def release_program(self) -> None:
         """Stop watching the start program. Its remaining processes keep running."""
@@ -281,6 +292,7 @@ class ProcessFinder:
         self.process = None
 
     def _release_doubted(self) -> None:
+        """Release the handle of the doubted process, which keeps running."""
         if self.doubted is not None:
             self.doubted.release()
         self.doubted = None
@@ -288,10 +300,14 @@ class ProcessFinder:
     async def _find(
         self, spec: ProcessSpec, record: ProcessRecord, pidfile: Pidfile | None
     ) -> tuple[proc.Stat, Tie] | None:
-        """Return the living process that the pidfile names or the pattern matches, and its relation to the service."""
+        """Return the living process that the pidfile names or the pattern matches, and its relation to the service. If
+        the pidfile names a process that does not belong to the service, record why, and return None.
+        """
         if spec.pattern is not None:
             return await asyncio.to_thread(match, self._keepers, spec, record)
         found = proc.stat(pidfile.pid) if pidfile else None
+        # Never adopt the agent itself. If the agent is PID 1, let ``tie`` decide, because a job that has no process may
+        # write 1 to its pidfile.
         if pidfile is None or found is None or not found.is_alive or (found.pid != 1 and found.pid == os.getpid()):
             return None
         if spec.start is None:
@@ -307,7 +323,8 @@ class ProcessFinder:
         program: Process, status: int | None, spec: ProcessSpec, record: ProcessRecord, *, is_late: bool
     ) -> None:
         """Raise ``HostError`` if no process can appear any more after the start program has exited with ``status``.
-        ``is_late`` means that the program exited more than ``Timing.linger`` seconds ago.
+        ``is_late`` means that the program exited more than ``Timing.linger`` seconds ago. After exit code 0, a daemon
+        may appear even later, unless the pidfile names a process that is already gone.
         """
         with watchdog.reading(spec.name, "its pidfile"):
             found = process_record.read(spec.pidfile)

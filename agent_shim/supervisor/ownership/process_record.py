@@ -1,5 +1,5 @@
-"""Pidfiles, and the persistent record of a service's processes. Processes are identified by pid and start time, because
-pids are reused. In a container, this can happen very quickly.
+"""Reads pidfiles, and keeps the persistent record of a service's processes. Processes are identified by pid and start
+time, because pids are reused, in a container sometimes very quickly.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ def read(path: Path | str | None) -> Pidfile | None:
 
 
 def is_void(path: Path | str) -> bool:
-    """Return True if a pidfile is missing or does not name an existing process. monit 5.2.5 treats both cases alike.
+    """Return True if a pidfile is missing or does not name an existing process. monit 5.2.5 treats both cases alike. A
+    zombie counts as an existing process.
 
-    Return False if it cannot be read, for example because no file descriptor is free.
+    Return False if the pidfile cannot be read, for example because no file descriptor is free.
     """
     try:
         found = _read(path)
@@ -56,8 +57,10 @@ def is_void(path: Path | str) -> bool:
 
 
 def _read(path: Path | str) -> Pidfile | None:
+    """Like ``read``, but raise ``OSError`` if the file cannot be read."""
     with closing(guarded.open_file(path)) as descriptor:
         text, status = os.read(descriptor, 64), os.fstat(descriptor)
+    # A number with more than 10 digits cannot be a pid.
     number = re.match(rb"\s*(\d{1,10})(?!\d)", text)
     if number is None or int(number[1]) == 0:
         return None
@@ -65,9 +68,9 @@ def _read(path: Path | str) -> Pidfile | None:
 
 
 def read_own(path: Path) -> Pidfile | None:
-    """Read a pidfile that the agent wrote in a directory to which only it can write. Return None for any other file.
+    """Read a pidfile written by the agent. Return None for any other file.
 
-    The owner and mode of the directory are checked, because jobs can create directories in ``sys/run``.
+    The directory's owner and mode are checked too, because jobs can create directories in ``sys/run``.
     """
     trusted = trusted_path.trusted_users()
     try:
@@ -87,9 +90,7 @@ keeps the names from earlier versions.
 
 
 class ProcessRecord(msgspec.Struct, rename=_SAVED_NAMES):
-    """The agent's own record of a service's processes, in addition to their keepers. It is part of the saved
-    state.
-    """
+    """The agent's own record of a service's processes, in addition to their keepers. It is part of the saved state."""
 
     known: Identity | None = None
     """The service's process, for as long as it may be alive."""
@@ -106,7 +107,7 @@ class ProcessRecord(msgspec.Struct, rename=_SAVED_NAMES):
     rules, or from an agent without keepers. Their descendants belong to the service too.
     """
     begun: int = 0
-    """Start time of the last start program, in ticks since boot."""
+    """Start time of the last start program, in ticks since boot, or 0 if none has been started."""
     before: Pidfile | None = None
     """The pidfile as it was before the last start."""
     named_by: Pidfile | None = None
@@ -114,7 +115,8 @@ class ProcessRecord(msgspec.Struct, rename=_SAVED_NAMES):
 
     def begin(self, program: Identity, pidfile: Pidfile | None) -> None:
         """Record that a start program was started. ``pidfile`` is the pidfile as it was before the start."""
-        self.program, self.begun = program, program[1]
+        self.program = program
+        _, self.begun = program
         self.before = pidfile
 
     def ended(self, process: Identity) -> None:
@@ -125,9 +127,11 @@ class ProcessRecord(msgspec.Struct, rename=_SAVED_NAMES):
             self.program = None
 
     def take_over(self, processes: Iterable[Identity]) -> None:
-        """Record processes that are not under one of the service's keepers, and forget those that have exited."""
+        """Record processes of the service that are not under one of its keepers, and forget those that have exited."""
         self.others = sorted(each for each in {*self.others, *processes} if proc.is_there(each))
 
     def is_fresh(self, pidfile: Pidfile) -> bool:
-        """Return True if the pidfile was written since the last start."""
+        """Return True if the pidfile was written since the last start. Without a start, there is nothing to compare it
+        with, so it is not fresh.
+        """
         return self.begun > 0 and pidfile != self.before

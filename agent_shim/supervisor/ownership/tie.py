@@ -1,7 +1,8 @@
-"""The relation between a process and a service whose pidfile or pattern refers to it.
+"""Determines how a process is related to a service whose pidfile or pattern refers to it.
 
 monit trusts a pidfile if it contains the pid of any living process. Here, the keeper above the process determines which
-service it belongs to, and a pidfile counts only if it was written after the process had started.
+service it belongs to. If there is no such keeper, a pidfile counts only if it was written after the process had
+started.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ from agent_shim.supervisor.plan import ProcessSpec
 PROGRAMS: Final = ("packages/", "jobs/", "data/packages/", "data/jobs/")
 """Directories below the base that contain job programs. Only root can write to them."""
 TOLERANCE_S: Final = 0.1
-"""Tolerance for comparing the modification time of a file with the start of a process, because they come from different
-clocks.
-"""
+"""Tolerance for comparing a file's modification time with a process's start time, which come from different clocks."""
 
 
 class Tie(enum.Enum):
@@ -42,15 +41,17 @@ class Tie(enum.Enum):
 def tie(
     keepers: Keepers, found: proc.Stat, spec: ProcessSpec, record: ProcessRecord, pidfile: Pidfile
 ) -> tuple[Tie, str]:
-    """Return the relation between a process and the service whose pidfile names it and, for ``Tie.NONE``, the reason.
-    Blocks for a moment.
+    """Return the relation between a process and the service whose pidfile names it. The second value is the reason for
+    ``Tie.NONE``, otherwise "". Blocks for a moment.
     """
     if found.identity == record.known:
         return (Tie.NAMED if record.is_only_named else Tie.OWNED), ""
     is_fresh = record.is_fresh(pidfile)
-    is_older = was_written_after(pidfile, found)
-    # The pidfile counts only if its owner could also signal the process without the agent's help.
+    is_process_older = was_written_after(pidfile, found)
+    # True if the pidfile's owner could also signal the process without the agent's help.
     is_allowed = pidfile.owner in (0, os.geteuid(), proc.user(found.pid))
+    # If the pidfile already named the previous process, or is older than the start program, the pid in it has been
+    # reused.
     if pidfile == record.named_by or (found.identity == record.program and not is_fresh):
         return Tie.NONE, "its pidfile is older than the process"
     if found.pid == 1:  # a job that has no process may write 1 to its pidfile
@@ -60,11 +61,13 @@ def tie(
     owner = keepers.owner(found.identity)
     if owner in spec.labels or found.identity in record.others:
         return Tie.OWNED, ""
-    if owner == script_label(spec.job) or (is_rule_label(owner) and is_allowed and is_older):
+    # These scripts belong to the service's own job. A rule may belong to another job, so also check the pidfile's owner
+    # and age.
+    if owner == script_label(spec.job) or (is_rule_label(owner) and is_allowed and is_process_older):
         return Tie.SHARED, ""
     if owner:
         return Tie.NONE, f"it belongs to {owner}"
-    if not is_older:
+    if not is_process_older:
         return Tie.NONE, "its pidfile is older than the process"
     if proc.executable(found.pid).startswith(tuple(f"{keepers.base}/{name}" for name in PROGRAMS)):
         return Tie.NAMED, ""
@@ -74,7 +77,7 @@ def tie(
 
 
 def was_written_after(pidfile: Pidfile, found: proc.Stat) -> bool:
-    """Return True if a pidfile was written after the process had started, so that it may refer to the process."""
+    """Return True if the pidfile was written after the process started. Only then can it refer to this process."""
     return pidfile.modified + TOLERANCE_S > clock.wall_time_of(found.start_ticks)
 
 
@@ -83,25 +86,28 @@ def match(keepers: Keepers, spec: ProcessSpec, record: ProcessRecord) -> tuple[p
     Blocks.
 
     Any process qualifies unless it belongs to another service, because monit files use patterns for processes that
-    monit did not start. A start program that is still running as a script is chosen last.
+    monit did not start. The start program itself is chosen only if no other process matches.
     """
     assert spec.pattern is not None
     processes = proc.table()
     excluded = {1, os.getpid(), *keepers.pids}
-    living = [pid for pid, each in processes.items() if each.is_alive and pid not in excluded]
+    living = [pid for pid, candidate in processes.items() if candidate.is_alive and pid not in excluded]
     fitting = [pid for pid, line in proc.command_lines(living).items() if spec.pattern.search(line)]
     found: list[tuple[proc.Stat, Tie]] = []
-    for each in (processes[pid] for pid in fitting):
-        owner = keepers.owner(each.identity)
-        if owner in spec.labels or each.identity in record.others:
-            found.append((each, Tie.OWNED))
+    for candidate in (processes[pid] for pid in fitting):
+        owner = keepers.owner(candidate.identity)
+        if owner in spec.labels or candidate.identity in record.others:
+            found.append((candidate, Tie.OWNED))
         elif owner == script_label(spec.job) or is_rule_label(owner):
-            found.append((each, Tie.SHARED))
+            found.append((candidate, Tie.SHARED))
         elif not owner:
-            found.append((each, Tie.OWNED if _is_known(each, record) else Tie.NAMED))
-    order = {record.known: 0, record.program: 2}
-    return min(found, key=lambda one: (order.get(one[0].identity, 1), one[0].start_ticks), default=None)
+            found.append((candidate, Tie.OWNED if _is_known_as_own(candidate, record) else Tie.NAMED))
+    ranks = {record.known: 0, record.program: 2}  # all other processes have rank 1
+    return min(found, key=lambda entry: (ranks.get(entry[0].identity, 1), entry[0].start_ticks), default=None)
 
 
-def _is_known(each: proc.Stat, record: ProcessRecord) -> bool:
-    return each.identity == record.known and not record.is_only_named
+def _is_known_as_own(found: proc.Stat, record: ProcessRecord) -> bool:
+    """Return True if ``found`` is the process in ``record``, unless only a pidfile or pattern relates that process to
+    the service.
+    """
+    return found.identity == record.known and not record.is_only_named
