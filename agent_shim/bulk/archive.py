@@ -1,7 +1,7 @@
 """Unpacks tar archives, or reads their members one by one.
 
 An archive's digest is checked before the archive is read, so whoever made the archive is as trusted as the Director.
-The limits on size, number of members and time guard only against faulty archives. :mod:`tarfile` is used only to read
+The limits on size and time guard only against faulty archives. :mod:`tarfile` is used only to read
 the headers. The files are created here, because Python versions differ in how ``tarfile`` creates them.
 
 The result is the same as when root runs GNU tar with ``--no-same-owner``, as the Go agent does (bosh-utils
@@ -53,10 +53,10 @@ _BROKEN: Final[tuple[type[Exception], ...]] = (  # type: ignore[assignment]  # i
 def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
     """Unpack all of ``source``, a tar file in any compression format, into the new directory ``into``.
 
-    If ``subtree`` is given, as for rendered templates, the archive must be gzip, and only the content of that directory
-    (``job/…`` or ``./job/…``) is unpacked, directly into ``into``. Symbolic links may point anywhere (those in packages
-    point to ``/var/vcap/packages/…``), but nothing is ever written through a link. If the archive is invalid, ``into``
-    is removed and ``ArchiveError`` is raised.
+    If ``subtree`` is given, as for rendered templates, only the content of that directory (``job/…`` or ``./job/…``) is
+    unpacked, directly into ``into``. As in the Go agent, such an archive must be compressed with gzip. Symbolic links
+    may point anywhere (those in packages point to ``/var/vcap/packages/…``), but nothing is ever written through a
+    link. If the archive cannot be unpacked, ``into`` is removed and ``ArchiveError`` is raised.
     """
     try:
         into.mkdir(mode=0o700)
@@ -66,10 +66,10 @@ def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
         if subtree and not compression.is_gzip(source):
             raise ArchiveError("Detecting prefix of package files: the archive is not gzip")
         try:
-            found = _unpack(source, into, subtree)
+            has_members = _unpack(source, into, subtree)
         except _BROKEN as exc:
             raise ArchiveError(f"cannot unpack the archive: {exc}") from exc
-        if not found:  # the same error text as in agent/tarpath/detector.go
+        if not has_members:  # the same error message as in agent/tarpath/detector.go
             raise ArchiveError(f"Detecting prefix of package files: no file with prefix '{subtree}' found")
     except BaseException:
         files.remove_tree(into)
@@ -77,25 +77,27 @@ def unpack(source: BinaryIO, into: Path, *, subtree: str = "") -> None:
 
 
 def _unpack(source: BinaryIO, into: Path, subtree: str) -> bool:
-    """Unpack the members below ``subtree``. Return True if there are any."""
-    found = not subtree
+    """Unpack the members below ``subtree``. Return False if there are none. If ``subtree`` is "", the archive may be
+    empty, so the result is always True.
+    """
+    has_members = not subtree
     with closing(os.open(into, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         tree = _UnpackedTree(fd)
         for member, path, data in _members(source):
-            inner = _below(subtree, path)
+            inner = _relative(subtree, path)
             # ``subtree`` must be a directory, so skip a file with that name.
             if inner is not None and (inner or member.isdir() or not subtree):
-                found = True
+                has_members = True
                 try:
                     _place(tree, member, inner, data, subtree)
                 except (ArchiveError, OSError) as exc:
                     why = (exc.strerror or exc) if isinstance(exc, OSError) else exc
                     raise ArchiveError(f"{_quoted(member.name)}: {why}") from exc
         tree.finish()
-    return found
+    return has_members
 
 
-def _below(directory: str, path: str) -> str | None:
+def _relative(directory: str, path: str) -> str | None:
     """Return ``path`` relative to a directory, or None if it is outside. Every path is inside the directory ""."""
     if not directory:
         return path
@@ -103,19 +105,22 @@ def _below(directory: str, path: str) -> str | None:
 
 
 def _place(tree: _UnpackedTree, member: tarfile.TarInfo, path: str, data: Iterator[bytes], subtree: str) -> None:
+    """Unpack one member to ``path``, which is relative to the target directory. A hard link's target is a path in the
+    archive, so it is first made relative to ``subtree``. Raises ``ArchiveError`` or ``OSError``.
+    """
     if member.isdir():
-        tree.directory(path, member)
+        tree.add_directory(path, member)
     elif not path:
         raise ArchiveError("it would replace the target directory")
     elif member.type in REGULAR:
-        tree.file(path, member, data)
+        tree.add_file(path, member, data)
     elif member.issym():
-        tree.link(path, member)
+        tree.add_link(path, member)
     elif member.islnk():
-        target = _below(subtree, _normalized(member.linkname))
+        target = _relative(subtree, _normalized(member.linkname))
         if target is None:
             raise ArchiveError("its target is outside the directory to unpack")
-        tree.hard_link(path, target)
+        tree.add_hard_link(path, target)
     else:
         raise ArchiveError("it is neither file, directory nor link")
 
@@ -126,45 +131,47 @@ def _place(tree: _UnpackedTree, member: tarfile.TarInfo, path: str, data: Iterat
 class _Blocks:
     """Wraps the stream from which ``tarfile`` reads headers, and raises an error for a defective header.
 
-    ``tarfile`` itself treats most defects after the first header as the end of the archive. Its input is wrapped
-    because overriding its methods would not be reliable: which of them it calls for a header has changed even between
-    patch releases of the same Python version.
+    ``tarfile`` itself treats most defects after the first header as the end of the archive. The stream is wrapped
+    because overriding methods of ``TarFile`` would not be reliable. Even patch releases of the same Python version
+    differ in which method reads a header.
     """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._is_header = True
+        """True if the next read returns a header."""
         self.is_at_end = False
+        """True if the last header read was an empty block, which marks the end of the archive, or the stream ended."""
         self.tell, self.seek = stream.tell, stream.seek
 
     def read(self, size: int) -> bytes:
-        """Read on behalf of ``tarfile``, and check the data if it is a header. After an extended header, the next
-        read returns the data of that header.
-        """
+        """Read data for ``tarfile``. Raises ``ArchiveError`` if the data is a defective header."""
         data: bytes = self._stream.read(size)
         if not self._is_header:
-            self._is_header = True  # this block was the data of an extended header, so the next one is a header
-        elif size == tarfile.BLOCKSIZE:
+            self._is_header = True  # this was the data of an extended header, which is followed by another header
+        elif size == tarfile.BLOCKSIZE:  # ``tarfile`` also reads single bytes, to find out whether a file is cut off
             self._check(data)
         return data
 
     def _check(self, block: bytes) -> None:
+        """Raise ``ArchiveError`` if a header is defective. The data of an extended header is not checked."""
         self.is_at_end = not block.strip(b"\0")
         if self.is_at_end:
             return
         try:
-            found = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError as exc:
             raise ArchiveError(f"{exc}") from exc
-        if not 0 <= found.size <= MAX_BYTES:
-            raise ArchiveError(f"{_quoted(found.name)}: its size is {found.size}")
-        self._is_header = found.type not in EXTENDED
+        if not 0 <= header.size <= MAX_BYTES:
+            raise ArchiveError(f"{_quoted(header.name)}: its size is {header.size}")
+        self._is_header = header.type not in EXTENDED
 
 
 def entries(source: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[bytes]]]:
     """Yield each member of ``source``, a tar file in any compression format, with its normalized path and its data.
 
-    The path has no leading ``./`` and no trailing ``/``. Unread data is skipped. Raises ``ArchiveError``.
+    This is for callers that do not unpack the archive, such as the reader of release tarballs. The path has no leading
+    ``./`` and no trailing ``/``. Unread data is skipped. Raises ``ArchiveError``.
     """
     try:
         yield from _members(source)
@@ -173,42 +180,45 @@ def entries(source: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[b
 
 
 def _members(source: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[bytes]]]:
+    """Yield members as ``entries`` does. Raises ``ArchiveError`` or one of the exceptions in ``_BROKEN``."""
     with compression.decompressed(source) as stream:
-        yield from _read(stream)
+        yield from _members_of_tar(stream)
 
 
-def _read(stream: Any) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[bytes]]]:
+def _members_of_tar(stream: Any) -> Iterator[tuple[tarfile.TarInfo, str, Iterator[bytes]]]:
+    """Yield the members of an uncompressed tar file."""
     give_up_at = time.monotonic() + TIMEOUT_S
     blocks: Any = _Blocks(stream)
     tar = tarfile.TarFile(fileobj=blocks, encoding="utf-8", errors="surrogateescape")
-    end = 0
+    previous_end = 0
     while (member := tar.next()) is not None:
         tar.members = []  # type: ignore[attr-defined]  # otherwise, the list would keep all headers
         if tar.offset > MAX_BYTES:
             raise ArchiveError("it is too large when unpacked")
-        if tar.offset <= end or member.size < 0:
+        if tar.offset <= previous_end or member.size < 0:
             raise ArchiveError(f"{_quoted(member.name)}: its size is negative")
         if time.monotonic() > give_up_at:
             raise ArchiveError(f"it took longer than {TIMEOUT_S:g} seconds")
-        end = tar.offset
+        previous_end = tar.offset
         if member.issparse():
             raise ArchiveError(f"{_quoted(member.name)}: it is stored as a file with holes")
         if member.type == tarfile.REGTYPE and member.name.endswith("/"):
             member.type = tarfile.DIRTYPE  # ``tarfile`` itself does this only for the oldest type of header
         if member.type != LABEL:
             yield member, _normalized(member.name), _data(stream, member)
-    if not blocks.is_at_end:
+    if not blocks.is_at_end:  # ``tarfile`` has stopped early, for example at an invalid extended header
         raise ArchiveError("a header after the first is invalid")
     while stream.read(CHUNK_BYTES):
         pass  # read to the end, because gzip and other formats end with a checksum
 
 
 def _data(stream: Any, member: tarfile.TarInfo) -> Iterator[bytes]:
-    left = member.size if member.type in REGULAR else 0
-    while left:
-        if not (piece := stream.read(min(left, CHUNK_BYTES))):
+    """Yield the content of the member whose header was read last."""
+    remaining = member.size if member.type in REGULAR else 0
+    while remaining:
+        if not (piece := stream.read(min(remaining, CHUNK_BYTES))):
             raise ArchiveError("it ends in the middle of a file")
-        left -= len(piece)
+        remaining -= len(piece)
         yield piece
 
 
@@ -223,7 +233,7 @@ def _normalized(name: str) -> str:
 
 
 def _quoted(name: str) -> str:
-    """Quote and shorten a name for use in an error text."""
+    """Quote and shorten a name for use in an error message."""
     return repr(name if len(name) <= 200 else f"{name[:200]}…")
 
 
@@ -233,20 +243,24 @@ def _quoted(name: str) -> str:
 class _UnpackedTree(msgspec.Struct):
     """The tree unpacked so far into the directory with descriptor ``fd``.
 
-    Symbolic links are created after all other entries, so that no path can lead through one. Modes and times of
-    directories are set at the very end, because a read-only directory must be filled first, and filling it changes its
-    time.
+    Symbolic links are created after all other entries, so that no path can lead through one. The modes and times of
+    directories are set at the very end, because a read-only directory could not be filled, and filling a directory
+    changes its time.
     """
 
     fd: int
     directories: dict[str, tarfile.TarInfo | None] = msgspec.field(default_factory=dict)
+    """The directories by path. The value is None for a directory that is not a member itself but contains one."""
     links: dict[str, tarfile.TarInfo] = msgspec.field(default_factory=dict)
+    """The symbolic links by path."""
 
-    def directory(self, path: str, member: tarfile.TarInfo) -> None:
-        self._enter(path)
+    def add_directory(self, path: str, member: tarfile.TarInfo) -> None:
+        """Create a directory. ``finish`` will set its mode and time."""
+        self._make_directory(path)
         self.directories[path] = member
 
-    def file(self, path: str, member: tarfile.TarInfo, data: Iterator[bytes]) -> None:
+    def add_file(self, path: str, member: tarfile.TarInfo, data: Iterator[bytes]) -> None:
+        """Create a file with ``data`` as content. An earlier entry with the same path is replaced."""
         self._vacate(path)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with closing(os.open(path, flags, 0o600, dir_fd=self.fd)) as fd:
@@ -255,19 +269,20 @@ class _UnpackedTree(msgspec.Struct):
             os.fchmod(fd, _mode(member))
             os.utime(fd, _times(member))
 
-    def link(self, path: str, member: tarfile.TarInfo) -> None:
+    def add_link(self, path: str, member: tarfile.TarInfo) -> None:
+        """Register a symbolic link, which ``finish`` will create."""
         if not member.linkname or "\0" in member.linkname:
             raise ArchiveError("its target is empty or invalid")
         self._vacate(path)
         self.links[path] = member
 
-    def hard_link(self, path: str, target: str) -> None:
-        """Create a hard link to ``target``, an entry unpacked earlier. If the target is a symlink, it does not exist
-        yet, so have ``finish`` create a second symlink with the same target.
+    def add_hard_link(self, path: str, target: str) -> None:
+        """Create a hard link to ``target``, an entry unpacked earlier. If that entry is a symlink, which does not exist
+        yet, register a second symlink with the same target instead.
         """
         self._vacate(path)
         if target in self.links:
-            self.link(path, self.links[target])
+            self.add_link(path, self.links[target])
             return
         try:
             os.link(target, path, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
@@ -275,21 +290,22 @@ class _UnpackedTree(msgspec.Struct):
             raise ArchiveError(f"it is a link to {_quoted(target)}, which is not a file unpacked before it") from None
 
     def finish(self) -> None:
+        """Create the symbolic links, then set the modes and times of all directories."""
         for path, link in self.links.items():
             os.symlink(link.linkname, path, dir_fd=self.fd)
             os.utime(path, _times(link), dir_fd=self.fd, follow_symlinks=False)
-        self.directories.setdefault("", None)
+        self.directories.setdefault("", None)  # the target directory itself
         for path in sorted(self.directories, key=len, reverse=True):  # children first, because a parent may deny access
             member = self.directories[path]
             os.chmod(path or ".", _mode(member) if member else 0o755, dir_fd=self.fd)
             if member:
                 os.utime(path or ".", _times(member), dir_fd=self.fd)
 
-    def _enter(self, path: str) -> None:
+    def _make_directory(self, path: str) -> None:
         """Create a directory and its parents if they do not exist yet."""
         if not path or path in self.directories:
             return
-        self._enter(posixpath.dirname(path))
+        self._make_directory(posixpath.dirname(path))
         if path in self.links:
             raise ArchiveError(f"{_quoted(path)} is a link")
         try:
@@ -299,10 +315,10 @@ class _UnpackedTree(msgspec.Struct):
         self.directories[path] = None
 
     def _vacate(self, path: str) -> None:
-        """Remove an earlier entry at ``path``, because the last of several members with the same name replaces the
-        others.
+        """Make room for a new entry at ``path``: create the directory that contains it, and remove an earlier entry,
+        because the last of several members with the same name replaces the others.
         """
-        self._enter(posixpath.dirname(path))
+        self._make_directory(posixpath.dirname(path))
         if path in self.directories:
             raise ArchiveError("the archive also contains a directory of this name")
         self.links.pop(path, None)
@@ -311,9 +327,12 @@ class _UnpackedTree(msgspec.Struct):
 
 
 def _mode(member: tarfile.TarInfo) -> int:
-    return member.mode & 0o7777
+    return member.mode & 0o7777  # some archivers also store the file type in this field
 
 
 def _times(member: tarfile.TarInfo) -> tuple[float, float]:
+    """Return the access and modification times for ``os.utime``. Both are the modification time, because tar does not
+    store the access time.
+    """
     modified = min(max(float(member.mtime), 0.0), LATEST_S)
     return modified, modified

@@ -1,6 +1,7 @@
 """Fetches and stores blobs. Decides which sources are tried, in which order, and how often.
 
-Order, retries and texts match the Go agent (agent/httpblobprovider/blobstore_delegator/blobstore_delegator.go,
+The order of the sources, the number of attempts and the error messages are those of the Go agent
+(agent/httpblobprovider/blobstore_delegator/blobstore_delegator.go,
 agent/blobstore/cascading_blobstore.go, bosh-utils blobstore/retryable_blobstore.go).
 """
 
@@ -50,8 +51,8 @@ class Blobs:
     async def fetched(self, ref: BlobRef) -> AsyncIterator[BinaryIO]:
         """Yield the blob as an open file with a verified digest. Raises ``BlobError`` or ``DigestError``.
 
-        The file either has no name or is itself a file in a local blob directory, so no temporary file is left behind,
-        however the process ends.
+        The file either has no name or is itself a file in a local blob directory, so no temporary file remains, however
+        the process ends.
         """
         digest = MultipleDigest.parse(ref.digest)
         with await self._fetch(ref, digest) as file:
@@ -59,7 +60,7 @@ class Blobs:
 
     async def put(self, path: Path, signed_url: str, headers: Mapping[str, str]) -> str:
         """Store a file as a new blob and return the blob's id. If a signed URL is given, upload the file there and
-        return "", because only the sender of the URL knows the id.
+        return "", because only the sender of the URL knows the id. As in the Go agent, that upload is not retried.
         """
         if signed_url:
             with path.open("rb") as source:
@@ -71,6 +72,10 @@ class Blobs:
         return blob_id
 
     async def _fetch(self, ref: BlobRef, digest: MultipleDigest) -> BinaryIO:
+        """Get the blob from its signed URL if there is one. Otherwise, use the first of the local blob directories that
+        contains the blob, or else the blobstore. As in the Go agent, only the attempts with a signed URL have pauses
+        between them.
+        """
         if ref.signed_url:
             checking = "Checking downloaded blob digest"
             return await _with_retries(
@@ -89,8 +94,9 @@ class Blobs:
         return await _with_retries("Getting blob from inner blobstore", lambda: _checked(get, digest, checking))
 
     def _transfer(self) -> Transfer:
+        """Return the HTTP client, which is created by the first call."""
         if self._client is None:
-            # Import this module late, because that takes a tenth of a second and not every request needs the module.
+            # Not every request needs this module, and importing it takes a tenth of a second.
             from agent_shim.bulk.transfer import Transfer
 
             self._client = Transfer(trusted_ca(self._store), self._timing, self._paths.tmp, environment(self._store))
@@ -98,7 +104,9 @@ class Blobs:
 
 
 async def _checked(get: Callable[[Hasher], Awaitable[BinaryIO]], digest: MultipleDigest, what: str) -> BinaryIO:
-    """Return the file that ``get`` fetches, positioned at its start. Raises ``BlobError`` if the digest is wrong."""
+    """Return the file that ``get`` fetches, positioned at its start. If the digest is wrong, raise a ``BlobError`` that
+    begins with ``what``.
+    """
     file = None
     try:
         hasher = digest.hasher()
@@ -116,7 +124,7 @@ async def _checked(get: Callable[[Hasher], Awaitable[BinaryIO]], digest: Multipl
 
 async def _with_retries(what: str, attempt: Callable[[], Awaitable[T]], pause: float = 0) -> T:
     """Call ``attempt`` up to ``TRIES`` times, waiting ``pause`` seconds after each failure. Return the first result, or
-    raise ``BlobError`` with the last error.
+    raise a ``BlobError`` that begins with ``what`` and contains the last error. A ``LastingError`` is not retried.
     """
     for left in reversed(range(TRIES)):
         try:

@@ -1,7 +1,7 @@
 """Decompresses archives in all formats that GNU tar detects (src/buffer.c).
 
-Gzip is decompressed in this process, which is faster than running a program. The other formats need the programs that
-tar would run.
+Gzip is decompressed in this process, which is faster than running a program. For the other formats, this module runs
+the same programs as tar.
 """
 
 from __future__ import annotations
@@ -48,51 +48,52 @@ def is_gzip(source: BinaryIO) -> bool:
 
 
 def _start(source: BinaryIO) -> bytes:
-    """Return the first block of a file, and rewind it."""
+    """Return the first block of a file, and rewind the file."""
     source.seek(0)
-    found = source.read(tarfile.BLOCKSIZE)
+    block = source.read(tarfile.BLOCKSIZE)
     source.seek(0)
-    return found
+    return block
 
 
 @contextmanager
 def decompressed(source: BinaryIO) -> Iterator[Any]:
     """Yield a stream of the decompressed tar file ``source`` that supports ``read``, ``tell`` and forward ``seek``.
 
-    Its methods raise ``ArchiveError`` or, for gzip, the errors of ``isal``.
+    The stream's methods raise ``ArchiveError`` or, for gzip, the errors of ``isal``.
     """
     start = _start(source)
-    program = next((each for magic, each in PROGRAMS.items() if start.startswith(magic)), None)
-    # Check this first, because a tar header begins with a name, which may look like a signature.
+    program = next((argv for magic, argv in PROGRAMS.items() if start.startswith(magic)), None)
+    # Check this first, because a tar header begins with a file name, which may look like the signature of a compressed
+    # file.
     if start[USTAR] == b"ustar":
         yield source
     elif start.startswith(GZIP):
         yield igzip.IGzipFile(fileobj=source)  # type: ignore[no-untyped-call]
     elif program is None:
-        yield source
+        yield source  # either an old tar format without ``ustar``, or not an archive, which ``tarfile`` will report
     else:
         with _Piped(source, program) as piped:
             yield piped
 
 
 class _Piped:
-    """A stream from which the output of ``program`` can be read. The program itself reads the file ``source``."""
+    """A stream of the output that ``program`` produces from the file ``source``."""
 
     def __init__(self, source: BinaryIO, program: tuple[str, ...]) -> None:
         self._name = program[0]
         self._offset = 0
         with ExitStack() as stack:
             self._messages = stack.enter_context(tempfile.TemporaryFile())
-            # Open the file again for the program. If the program shared the file position with ``source``, it would
-            # move that position, and the buffer of ``source`` would be wrong.
-            given = stack.enter_context(open(f"/proc/self/fd/{source.fileno()}", "rb"))
+            # Open the file again for the program. If the program shared the file position with ``source``, its reads
+            # would move that position, and the buffer of ``source`` would be wrong.
+            stdin = stack.enter_context(open(f"/proc/self/fd/{source.fileno()}", "rb"))
             try:
                 self._process = subprocess.Popen(
-                    program, env=ENVIRONMENT, stdin=given, stdout=subprocess.PIPE, stderr=self._messages
+                    program, env=ENVIRONMENT, stdin=stdin, stdout=subprocess.PIPE, stderr=self._messages
                 )
             except FileNotFoundError:
                 raise ArchiveError(f"it is compressed, and there is no program {self._name}") from None
-            self._opened = stack.pop_all()
+            self._stack = stack.pop_all()
         assert self._process.stdout
         self._output = self._process.stdout
 
@@ -100,10 +101,10 @@ class _Piped:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
+        self._process.kill()  # if the archive is invalid, the program may still be running
         self._output.close()
         self._process.wait()
-        self._opened.close()
+        self._stack.close()
 
     def tell(self) -> int:
         return self._offset
@@ -115,7 +116,9 @@ class _Piped:
         return self._offset
 
     def read(self, size: int) -> bytes:
-        """Read ``size`` bytes, or fewer at the end. Raises ``ArchiveError`` at the end if the program has failed."""
+        """Read ``size`` bytes, or fewer at the end of the stream. Raises ``ArchiveError`` if the program has failed by
+        then.
+        """
         data = self._output.read(size)
         self._offset += len(data)
         if len(data) < size and (status := self._process.wait()):

@@ -3,9 +3,9 @@ MigratePersistentDisk).
 
 The copy keeps owners, modes, modification times, extended attributes, ACLs, hard links, holes, symbolic links and
 special files. Sockets are left out. If the target file system cannot store ACLs or attributes (NFS, FUSE drivers,
-ramfs), the copy succeeds, as in the Go agent, but the result also says which ones were lost. Any other message from tar
-aborts the copy, because it means that content is missing. This includes messages from the tar process that reads the
-source, which the Go agent ignores.
+ramfs), the copy succeeds, as in the Go agent, but the result lists the lost attributes. Any other message from tar
+means that content is missing, so it aborts the copy. The Go agent ignores the messages of the tar process that reads
+the source.
 
 An interrupted copy starts from the beginning again. All functions block until the copy is complete.
 """
@@ -37,8 +37,8 @@ MAX_ATTEMPTS: Final = 3
 """Maximum number of attempts to copy a source that keeps changing."""
 MAX_TEXT_BYTES: Final = 16384
 MIN_FREE_BYTES: Final = 1 << 20
-"""If storing an attribute fails for lack of space, the disk is considered full if it has fewer free bytes than this.
-Otherwise, the attribute is assumed to exceed a file system limit.
+"""If storing an attribute fails because no space is left, the disk is considered full if it has fewer free bytes than
+this. Otherwise, the attribute is assumed to exceed a file system limit.
 """
 SHOWN_CHARS: Final = 200
 """Number of characters shown from the beginning and from the end of a message. The middle is left out, because file
@@ -79,8 +79,9 @@ _TOTAL: Final = re.compile("Total bytes written: ([0-9]+)")
 def mirror(source: Path, target: Path, *, spared: Collection[str] = (), report: Report = ignore) -> list[str]:
     """Make ``target`` a copy of ``source``, and remove everything else from it.
 
-    Top-level entries named in ``spared`` are neither copied nor removed. Returns a text for each kind of attribute that
-    the file system of ``target`` could not store. Raises ``HostError`` with tar's first message.
+    Top-level entries named in ``spared`` are neither copied nor removed. If the source changes during the copy, the
+    copy is repeated, up to ``MAX_ATTEMPTS`` times in total. Returns a message for each kind of attribute that the file
+    system of ``target`` could not store. If the copy fails, raises ``HostError`` with tar's first message.
     """
     what = f"copy {source} to {target}"
     with files.attempting(what):
@@ -88,21 +89,25 @@ def mirror(source: Path, target: Path, *, spared: Collection[str] = (), report: 
             _empty(target, spared)
             messages = _copy(source, target, spared, report)
             free = shutil.disk_usage(target).free
-            if not messages.problem and messages.has_filled and free < MIN_FREE_BYTES:
+            # An attribute that does not fit is an error only on a full disk. Otherwise it exceeds a limit of the file
+            # system, so it is only listed among the losses.
+            if not messages.problem and messages.lacked_space and free < MIN_FREE_BYTES:
                 messages.problem = f"cannot store all attributes: {_FULL}"
             if not messages.problem:
                 files.sync_filesystem(target)
                 return messages.losses()
-            if not _CHANGED.search(messages.problem):
+            if not _CHANGED.search(messages.problem):  # another attempt would fail too
                 break
     raise HostError(f"cannot {what}: {messages.problem}; {free >> 20} MiB are free")
 
 
 def _empty(target: Path, spared: Collection[str]) -> None:
-    """Empty a directory, set its mode to 0700 and remove its ACLs.
+    """Empty a directory. If this process owns it, also set its mode to 0700 and remove its ACLs. A process that runs as
+    root first takes ownership.
 
-    Until tar restores the mode at the end, no job can replace a subdirectory with a link, which tar would follow. ACLs
-    are removed because new entries would inherit the directory's default ACL, and tar does not remove inherited ACLs.
+    Until tar restores the owner and the mode at the end, no job can replace a subdirectory with a link, which tar would
+    follow. ACLs are removed because new entries would inherit the directory's default ACL, and tar does not remove
+    inherited ACLs.
     """
     if os.geteuid() == 0:
         os.chown(target, 0, 0)
@@ -117,39 +122,43 @@ def _empty(target: Path, spared: Collection[str]) -> None:
 
 
 def _copy(source: Path, target: Path, spared: Collection[str], report: Report) -> _Messages:
-    """Make one attempt to copy, and stop at the first problem. Return tar's messages."""
+    """Make one attempt to copy everything except the top-level entries named in ``spared``, and stop at the first
+    problem. Return tar's messages. A first run of tar only counts the bytes, for the progress reports.
+    """
     pack = [*_TAR, *_KEPT, "-C", str(source), "--create", "--sparse", "--atime-preserve=system"]
     pack += ["--warning=no-file-ignored", "--anchored", "--no-wildcards", *(f"--exclude=./{name}" for name in spared)]
     unpack = [*_TAR, *_KEPT, "-C", str(target), "--extract", "--preserve-permissions", "--same-owner"]
     unpack += ["--delay-directory-restore", "--warning=no-timestamp"]
+    # Leave out ``target`` itself if another user owns it, because this process is not allowed to change its mode and
+    # owner.
     unpack += [] if _is_ours(target) else ["--no-recursion", "--anchored", "--no-wildcards", "--exclude=."]
     report(Progress("counting"))
     counted = _Messages()
-    with counted.reading() as said:
+    with counted.reading() as stderr:
         count = [*pack, "--file=/dev/null", "--totals", "."]
-        status = subprocess.run(count, env=ENVIRONMENT, stderr=said, check=False).returncode
+        status = subprocess.run(count, env=ENVIRONMENT, stderr=stderr, check=False).returncode
     if status:
         counted.add_problem(f"tar ended with {status}")
     if counted.problem:
         return counted
     _make_directories(source, target, spared)
-    done, reported_at = 0, 0.0
+    copied, reported_at = 0, 0.0
     messages = _Messages()
     with (
-        messages.reading() as said,
-        subprocess.Popen([*pack, "."], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=said, bufsize=0) as reader,
-        subprocess.Popen(unpack, env=ENVIRONMENT, stdin=subprocess.PIPE, stderr=said, bufsize=0) as writer,
+        messages.reading() as stderr,
+        subprocess.Popen([*pack, "."], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=stderr, bufsize=0) as reader,
+        subprocess.Popen(unpack, env=ENVIRONMENT, stdin=subprocess.PIPE, stderr=stderr, bufsize=0) as writer,
     ):
         assert reader.stdout
         assert writer.stdin
         with writer.stdin, suppress(BrokenPipeError):
             while not messages.problem and (data := reader.stdout.read(CHUNK_BYTES)):
                 files.write_all(writer.stdin.fileno(), data)
-                done += len(data)
+                copied += len(data)
                 if time.monotonic() - reported_at >= REPORT_PERIOD_S:
                     reported_at = time.monotonic()
-                    report(Progress("copying", done, counted.total))
-        reader.stdout.close()
+                    report(Progress("copying", copied, counted.total))
+        reader.stdout.close()  # so that the reader exits even if the loop was left early
         statuses = reader.wait(), writer.wait()
     if any(statuses):
         messages.add_problem(f"tar ended with {statuses}")
@@ -160,20 +169,19 @@ def _make_directories(source: Path, target: Path, spared: Collection[str]) -> No
     """Create all directories of ``source`` in ``target`` with full access for their owner, because tar without
     capabilities cannot fill read-only ones.
     """
-    ahead = [source]
-    while ahead:
-        with os.scandir(here := ahead.pop()) as entries:
+    pending = [source]
+    while pending:
+        with os.scandir(directory := pending.pop()) as entries:
             for entry in entries:
-                if entry.is_dir(follow_symlinks=False) and not (here == source and entry.name in spared):
-                    ahead.append(found := here / entry.name)
-                    (target / found.relative_to(source)).mkdir(0o700)
+                if entry.is_dir(follow_symlinks=False) and not (directory == source and entry.name in spared):
+                    pending.append(child := directory / entry.name)
+                    (target / child.relative_to(source)).mkdir(0o700)
 
 
 def _is_ours(directory: Path) -> bool:
     """Return True if this process owns the directory and may therefore change its mode.
 
-    An agent that is not root does not own the root directory of a volume, because the kubelet only gives the volume to
-    the pod's group.
+    An agent that is not root does not own the root directory of a volume, because the kubelet changes only the group.
     """
     return directory.stat().st_uid == os.geteuid()
 
@@ -185,17 +193,21 @@ class _Messages:
         self.problem = ""
         self.total = 0
         """Bytes of the archive, as counted by ``--totals``."""
-        self.has_filled = False
-        """True if an attribute could not be stored for lack of space."""
+        self.lacked_space = False
+        """True if an attribute could not be stored because no space was left."""
         self._lost: dict[tuple[str, str], tuple[int, str]] = {}
+        """The number of lost attributes and the first affected file, by kind of attribute and reason."""
         self._begun = ""
-        """The beginning of a message that continues on the next line, or "" if there is none."""
+        """The beginning of a message that continues on the next line because a file name contains a newline, or "" if
+        there is none.
+        """
 
     @contextmanager
     def reading(self) -> Iterator[int]:
         """Yield the descriptor to which tar writes its messages. When the block is left, all messages have been read.
 
-        They are read by a thread while tar runs, because there may be a message for each of a million files.
+        A thread reads them while tar runs, because a million files may cause a million messages, which would fill the
+        pipe.
         """
         reading, writing = os.pipe()
         thread = threading.Thread(target=self._read, args=(reading,))  # noqa: TID251 - in the worker process
@@ -207,23 +219,28 @@ class _Messages:
             thread.join()
 
     def losses(self) -> list[str]:
-        """Describe the lost attributes with one text for each kind and reason."""
+        """Return one message about lost attributes for each kind and reason."""
         return [
-            f"{kind}: {count}, first of {_short(name)} ({why})" for (kind, why), (count, name) in self._lost.items()
+            f"{kind}: {count}, first of {_shortened(name)} ({why})" for (kind, why), (count, name) in self._lost.items()
         ]
 
     def add_problem(self, text: str) -> None:
         """Store a problem if it is the first one."""
-        self.problem = self.problem or _short(text)
+        self.problem = self.problem or _shortened(text)
 
     def _read(self, pipe: int) -> None:
-        with os.fdopen(pipe, encoding="utf-8", errors="replace", newline="\n") as said:
-            while line := said.readline(MAX_TEXT_BYTES):
+        """Read and interpret messages, in a thread, until every process has closed its end of the pipe."""
+        with os.fdopen(pipe, encoding="utf-8", errors="replace", newline="\n") as stderr:
+            while line := stderr.readline(MAX_TEXT_BYTES):
+                # Only the first line of a message begins with ``tar: ``.
                 self._add(line.rstrip("\n").removeprefix("" if self._begun else "tar: "))
-        if self._begun:
+        if self._begun:  # the last message is incomplete
             self.add_problem(self._begun)
 
     def _add(self, line: str) -> None:
+        """Interpret the next line: the total, a lost attribute, or a problem. An attribute counts as lost only if the
+        target file system cannot store it (``_UNSUITABLE``); any other reason is a problem.
+        """
         text, self._begun = self._begun + line, ""
         if total := _TOTAL.match(text):
             self.total = int(total[1])
@@ -237,10 +254,12 @@ class _Messages:
             self.add_problem(text)
 
     def _add_loss(self, kind: str, name: str, why: str) -> None:
-        self.has_filled = self.has_filled or why == _FULL
+        """Count a lost attribute of the file ``name``. ``losses`` reports it with ``kind`` and ``why``."""
+        self.lacked_space = self.lacked_space or why == _FULL
         count, first = self._lost.get((kind, why), (0, name))
         self._lost[kind, why] = count + 1, first
 
 
-def _short(text: str) -> str:
+def _shortened(text: str) -> str:
+    """Remove the middle of a long message."""
     return text if len(text) <= 2 * SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…{text[-SHOWN_CHARS:]}"

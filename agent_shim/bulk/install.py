@@ -26,7 +26,7 @@ from agent_shim.host import files
 
 FETCHING = {"job": "Getting job source from blobstore: ", "package": "Fetching package blob: ", "source": ""}
 INSTALLING = {"job": "Installing job bundle: ", "package": "Installing package directory: ", "source": ""}
-"""Prefixes of error texts by kind, as in the Go agent (rendered_job_applier.go, compiled_package_applier.go)."""
+"""Prefixes of error messages by kind, as in the Go agent (rendered_job_applier.go, compiled_package_applier.go)."""
 
 
 UNREACHED = Outcome("it was skipped, because other transfers had failed")
@@ -46,22 +46,22 @@ class Piece(msgspec.Struct):
 
 
 async def install(request: Install, temps: list[Path]) -> list[Outcome]:
-    """Install all targets. Targets from the same blob share one transfer.
+    """Install all targets. Targets from the same blob share one transfer. Temporary directories are added to ``temps``.
 
     If one target fails, the others are still installed, except those whose transfer has not begun within ``PATIENCE_S``
-    of the failure.
+    seconds of the first failure.
     """
     paths = Paths(Path(request.base))
     pieces = [Piece(target, files.sibling(Path(target.path))) for target in request.targets]
     temps += [piece.temp for piece in pieces]
-    of_blob: dict[tuple[str, str, str], list[Piece]] = {}
+    by_blob: dict[tuple[str, str, str], list[Piece]] = {}
     for piece in pieces:
         source = piece.target.source
-        of_blob.setdefault((source.blob_id, source.signed_url, source.digest), []).append(piece)
+        by_blob.setdefault((source.blob_id, source.signed_url, source.digest), []).append(piece)
     gate, failed_at = asyncio.Semaphore(max(1, request.parallel)), list[float]()
     async with Blobs(request.store, paths) as blobs, asyncio.TaskGroup() as group:
-        for those in of_blob.values():
-            group.create_task(_fetch_and_unpack(blobs, those, gate, failed_at, paths.shared_owner))
+        for same_blob in by_blob.values():
+            group.create_task(_fetch_and_unpack(blobs, same_blob, gate, failed_at, paths.shared_owner))
     await asyncio.to_thread(finish, [piece for piece in pieces if not piece.outcome.error])
     return [piece.outcome for piece in pieces]
 
@@ -69,9 +69,12 @@ async def install(request: Install, temps: list[Path]) -> list[Outcome]:
 async def _fetch_and_unpack(
     blobs: Blobs, pieces: Sequence[Piece], gate: asyncio.Semaphore, failed_at: list[float], owner: str | None
 ) -> None:
+    """Fetch one blob and unpack it for each of ``pieces``. Do nothing if the first failure in ``failed_at`` was
+    more than ``PATIENCE_S`` seconds ago. The time of a new failure is appended to ``failed_at``.
+    """
     async with gate:
         if failed_at and time.monotonic() > failed_at[0] + PATIENCE_S:
-            return
+            return  # the outcome of these pieces remains ``UNREACHED``
         try:
             async with blobs.fetched(pieces[0].target.source) as file:
                 for piece in pieces:
@@ -99,25 +102,30 @@ def _unpack(file: BinaryIO, piece: Piece, owner: str | None) -> None:
 
 
 def _newest(tree: Path) -> int:
-    """Return the latest modification time in the tree, ignoring times in the future."""
-    now = tree.stat().st_ctime
-    found = (Path(here, name).lstat() for here, _, names in os.walk(tree) for name in names)
-    return int(max((each.st_mtime for each in found if stat.S_ISREG(each.st_mode) and each.st_mtime <= now), default=0))
+    """Return the latest modification time of a file in the tree (seconds since 1970), ignoring times in the future.
+    Compilations use it instead of the current time, so that their results are reproducible.
+    """
+    now = tree.stat().st_ctime  # the file system's current time, because the directory was changed just now
+    statuses = (Path(here, name).lstat() for here, _, names in os.walk(tree) for name in names)
+    modified = (status.st_mtime for status in statuses if stat.S_ISREG(status.st_mode))
+    return int(max((each for each in modified if each <= now), default=0))
 
 
 def finish(pieces: Sequence[Piece]) -> None:
     """Sync unpacked directories, then rename them, so that a crash leaves either complete directories or none."""
-    parents = {piece.temp.stat().st_dev: piece.temp.parent for piece in pieces}
+    parents = {piece.temp.stat().st_dev: piece.temp.parent for piece in pieces}  # one for each file system
     for parent in parents.values():
         files.sync_filesystem(parent)
     for piece in pieces:
         path = Path(piece.target.path)
         try:
             if piece.target.kind == "source":
+                # An earlier compilation may have left the directory behind.
                 files.remove_tree(path)
             piece.temp.rename(path)
         except OSError as exc:
-            if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # these mean that another worker already installed it
+            # These two errors mean that another worker has installed the target.
+            if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 piece.outcome = Outcome(f"{INSTALLING[piece.target.kind]}{files.failed(f'make {path}', exc)}")
     for parent in parents.values():
         files.sync_filesystem(parent)

@@ -18,7 +18,8 @@ def set_owners_and_modes(kind: str, tree: Path, owner: str | None) -> None:
     """Give an unpacked tree the modes and owners of an installed bundle (agent/applier/jobs/owner_fix.go).
 
     In a job, everything belongs to ``owner``, directories and all files below ``bin`` have mode 0750, and other files
-    have mode 0640. In a package, only the top directory gets a mode and an owner.
+    have mode 0640. In a package, only the top directory gets a mode and an owner, and in a source only a mode. If
+    ``owner`` is None, owners do not change.
     """
     if kind != "job":
         files.make_dir(tree, 0o755, owner if kind == "package" else None)

@@ -1,9 +1,9 @@
 """Packs directories into tar archives: compiled packages and logs.
 
-Only short-lived processes import this module. The same tree always produces the same bytes, because names are sorted,
-root owns all entries, and entries keep the modification times of the files. Log directories change while they are read,
-and vcap may write to them, so no link is followed, nothing that could block is opened, and files that vanish are left
-out.
+Only short-lived processes import this module. A tree that nobody writes to always produces the same bytes, because
+names are sorted, root owns all entries, and entries keep the modification times of the files. Log directories change
+while they are read, and vcap may write to them. Therefore, no link is followed, nothing that could block is opened, and
+files that vanish are left out.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ VANISHED: Final = "it vanished before it was read"
 PIECE_BYTES: Final = 512 * 1024
 """Size of the chunks that are compressed independently."""
 LEVEL: Final = 2
-"""isal's compression level (0 to 3). Level 2 is as fast as the disk. Level 3 is half as fast and saves only one
-percent.
-"""
+"""isal's compression level (0 to 3). Level 2 is as fast as the disk. Level 3 is half as fast and saves only 1%."""
 MAX_COMPRESSORS: Final = 2
 """Maximum number of compression threads. A third one would only wait for the thread that hashes and writes."""
 
@@ -63,7 +61,7 @@ run with the rights of the user who unpacked it.
 
 
 class OutputError(OSError):
-    """The archive file cannot be written; the error is not caused by the trees to pack."""
+    """Raised if the archive file cannot be written. Errors in reading the trees are of other types."""
 
 
 def pack(
@@ -74,11 +72,13 @@ def pack(
 
     If several trees have an entry with the same name, the last tree's entry is packed. Modification times later than
     ``newest`` (seconds since 1970) are replaced by ``newest``, so that an archive with generated files has the same
-    bytes whenever they were generated. Raises ``HostError``, and ``OutputError`` if ``out`` cannot be written.
+    bytes whenever they were generated. Raises ``OutputError`` if ``out`` cannot be written, and ``HostError`` if a tree
+    cannot be packed.
 
     ``remarks`` is set if the trees are live, which means that other processes may be writing to them. In that case,
-    files that are renamed in the meantime are looked up again. A file that cannot be read, is truncated, or is a link
-    out of its tree raises no error. Instead, it is listed in an additional archive entry, whose name is ``remarks``.
+    files that are renamed during packing are looked up again. A file that cannot be read or is truncated, or a link
+    that leads out of its tree, does not raise an error. Instead, an additional archive entry named ``remarks`` lists
+    it.
     """
     with ExitStack() as opened:
         sink = opened.enter_context(Sink(out, compressed=compressed, newest=newest))
@@ -93,13 +93,14 @@ def pack(
 
 
 class _Root(msgspec.Struct, frozen=True):
-    """A directory to pack: an open descriptor, and the paths by which absolute links may name it."""
+    """A directory to pack: an open descriptor, and the paths by which absolute links may refer to it."""
 
     fd: int
     tree: Tree
     prefixes: tuple[str, ...]
 
     def name_of(self, entry: _Listed) -> str:
+        """Return the entry's name in the archive."""
         return f"./{self.tree.prefix}{entry.path}".removesuffix("/")
 
 
@@ -116,7 +117,7 @@ class _Listed(msgspec.Struct, frozen=True):
         return self.root, self.path.rpartition("/")[0]
 
     def open(self, directory: int) -> tuple[int, os.stat_result]:
-        """Open a directory or a link with O_PATH, or a file for reading. Return the descriptor and the file's status.
+        """Open a directory or a link with O_PATH, or a file for reading. Return the descriptor and the status.
 
         Opening neither blocks nor has side effects.
         """
@@ -131,27 +132,37 @@ class _Listed(msgspec.Struct, frozen=True):
 
 
 class _ArchiveWriter:
-    """Writes the archive, and keeps the names of the packed entries and the remarks."""
+    """Writes the archive, and remembers which entries are packed and which are missing or incomplete."""
 
     def __init__(self, sink: Sink, *, is_live: bool) -> None:
         self.names: set[str] = set()
+        """The names of the packed entries."""
         self._sink = sink
         self._is_live = is_live
         self._remarks: dict[str, str] = {}
+        """Why an entry is missing or incomplete, by its name."""
         self._first_names: dict[tuple[int, int], str] = {}
+        """The first name under which a file with several hard links was packed, by device and inode number."""
         self._files: set[tuple[int, int, int]] = set()
-        self._room = MAX_FIXED_BYTES
+        """Device, inode number and modification time of each file in a live tree (see ``_is_known``)."""
+        self._remaining_bytes = MAX_FIXED_BYTES
+        """How many more bytes of file content may be packed if the trees are not live."""
         self._give_up_at = time.monotonic() + LIVE_TIMEOUT_S
 
     def is_late(self) -> bool:
-        """Return True if packing a live tree has taken too long. In that case, also add a remark."""
+        """Return True, and add a remark, if packing a live tree has taken too long."""
         if not self._is_live or time.monotonic() < self._give_up_at:
             return False
         self._remarks["."] = f"the archive is incomplete: packing took longer than {LIVE_TIMEOUT_S:g} seconds"
         return True
 
     def open(self, tree: Tree, opened: ExitStack) -> _Root | None:
-        """Open the root directory of a tree. Return None if it is optional and does not exist."""
+        """Open the root directory of a tree, which may be a link.
+
+        Return None if a tree with patterns does not exist. Such a tree contains logs, which may be missing. Other
+        trees, such as a compiled package, must exist. If the root of a live tree cannot be read, add a remark and
+        return None.
+        """
         try:
             fd = os.open(tree.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as exc:
@@ -159,7 +170,7 @@ class _ArchiveWriter:
                 self._cannot_read(tree.root, exc)
             return None
         opened.callback(os.close, fd)
-        return _Root(fd, tree, (tree.root.rstrip("/"), os.path.realpath(tree.root)))
+        return _Root(fd, tree, prefixes=(tree.root.rstrip("/"), os.path.realpath(tree.root)))
 
     def chosen(self, root: _Root) -> Iterator[_Listed]:
         """Yield the entries to pack: all of them, including directories, or only the files and links that match a
@@ -169,21 +180,25 @@ class _ArchiveWriter:
             yield _Listed(root, "", stat.S_IFDIR)
             yield from self._below(root)
             return
-        wanted = _compiled(root.tree.patterns)
+        pattern = _compiled(root.tree.patterns)
         for entry in self._below(root):
-            if entry.kind != stat.S_IFDIR and wanted.fullmatch(entry.path):
+            if entry.kind != stat.S_IFDIR and pattern.fullmatch(entry.path):
                 yield entry
 
     def _below(self, root: _Root) -> Iterator[_Listed]:
-        """Yield all directories, files and links below ``root``. In live trees, unreadable directories are skipped."""
-        waiting = [""]
-        left: dict[str, int] = {}
-        while waiting:
-            here = waiting.pop()
+        """Yield all directories, files and links below ``root``. Directories that have vanished are skipped. In live
+        trees, directories that cannot be read are skipped too.
+        """
+        pending = [""]
+        limits: dict[str, int] = {}
+        while pending:
+            here = pending.pop()
+            # In a live tree, each job has a directory of its own.
             job = here.partition("/")[0]
-            limit = left.setdefault(job, MAX_JOB_ENTRIES) if self._is_live else sys.maxsize - 1
+            # Other trees have no limit, so use the largest number for which ``islice`` accepts ``limit + 1``.
+            limit = limits.setdefault(job, MAX_JOB_ENTRIES) if self._is_live else sys.maxsize - 1
             try:
-                found = _listed(root, here, limit + 1)
+                found = _listed(root, here, limit + 1)  # one more, to find out whether the limit is exceeded
             except OSError as exc:
                 if exc.errno not in GONE:
                     self._cannot_read(root.name_of(_Listed(root, here, stat.S_IFDIR)), exc)
@@ -192,17 +207,17 @@ class _ArchiveWriter:
                 name = root.name_of(_Listed(root, here, stat.S_IFDIR))
                 self._remarks[name] = f"the rest of it is left out: it has more than {MAX_JOB_ENTRIES} files"
                 del found[limit:]
-            left[job] = limit - len(found)
+            limits[job] = limit - len(found)
             yield from found
-            waiting.extend(entry.path for entry in found if entry.kind == stat.S_IFDIR)
+            pending.extend(entry.path for entry in found if entry.kind == stat.S_IFDIR)
 
     def add_missing(self, wanted: Mapping[str, _Listed]) -> None:
         """Pack all entries that are not yet packed, in the order of their names."""
         missing = sorted(wanted.keys() - self.names)
         for (root, here), names in itertools.groupby(missing, lambda name: wanted[name].directory):
-            self._add_of_directory(root, here, {name: wanted[name] for name in names})
+            self._add_from_directory(root, here, {name: wanted[name] for name in names})
 
-    def _add_of_directory(self, root: _Root, here: str, found: Mapping[str, _Listed]) -> None:
+    def _add_from_directory(self, root: _Root, here: str, found: Mapping[str, _Listed]) -> None:
         """Pack entries of the directory ``here``, which stays open until all of them are packed."""
         try:
             directory = guarded.open_beneath(root.fd, here, os.O_PATH | os.O_DIRECTORY) if here else os.dup(root.fd)
@@ -217,7 +232,7 @@ class _ArchiveWriter:
                 self._add(name, entry, directory)
 
     def _add(self, name: str, entry: _Listed, directory: int) -> None:
-        """Pack ``entry`` of the open ``directory``, unless it has vanished or been replaced."""
+        """Pack an entry in the open ``directory``, unless the entry has vanished or been replaced."""
         try:
             fd, status = entry.open(directory)
         except OSError as exc:
@@ -226,7 +241,7 @@ class _ArchiveWriter:
         try:
             if status.st_nlink == 1 or not self._has_second_name(name, status):
                 self._add_open(name, entry, fd, status)
-        except OutputError:
+        except OutputError:  # ``pack`` raises it as it is, because this entry is not the cause
             raise
         except OSError as exc:
             raise files.failed(f"pack {name}", exc) from exc
@@ -247,10 +262,13 @@ class _ArchiveWriter:
         return False
 
     def _add_open(self, name: str, entry: _Listed, fd: int, status: os.stat_result) -> None:
+        """Pack the entry that is open as ``fd``. A file that has been packed before becomes a hard link or, if it was
+        renamed in a live tree, is left out.
+        """
         if stat.S_IFMT(status.st_mode) != entry.kind:
             self._remarks[name] = VANISHED
             return
-        self._remarks.pop(name, None)
+        self._remarks.pop(name, None)  # the first pass may have added one
         header = tarfile.TarInfo(name)
         header.mode = stat.S_IMODE(status.st_mode)
         header.mtime = min(int(status.st_mtime), self._sink.newest)
@@ -266,7 +284,7 @@ class _ArchiveWriter:
             header.type = tarfile.SYMTYPE
             header.linkname = self._target(name, entry, os.readlink("", dir_fd=fd))
             if not header.linkname:
-                return
+                return  # a remark has been added
         elif status.st_nlink > 1 and (first := self._first_names.setdefault(inode, name)) != name:
             header.type = tarfile.LNKTYPE
             header.linkname = first
@@ -275,11 +293,11 @@ class _ArchiveWriter:
         if header.type == tarfile.REGTYPE:
             runs = [(0, status.st_size)]
             header.size = status.st_size
-            if self._is_live and status.st_blocks * guarded.BLOCK_BYTES < header.size:
+            if self._is_live and status.st_blocks * guarded.BLOCK_BYTES < header.size:  # leave out holes
                 runs = list(guarded.segments(fd, 0, header.size))
                 header.size = sum(end - begin for begin, end in runs)
-            self._room -= header.size
-            if self._room < 0 and not self._is_live:
+            self._remaining_bytes -= header.size
+            if self._remaining_bytes < 0 and not self._is_live:
                 raise OSError(errno.EFBIG, f"the files exceed {MAX_FIXED_BYTES >> 30} GiB")
             self._sink.write_header(header)
             self._write_content(name, fd, status, runs, header.size)
@@ -290,20 +308,23 @@ class _ArchiveWriter:
     def _write_content(
         self, name: str, fd: int, status: os.stat_result, runs: Sequence[tuple[int, int]], size: int
     ) -> None:
-        there, problem = self._sink.write_file(fd, runs, size)
+        """Write the ranges ``runs`` of the file ``fd``, ``size`` bytes in total. In a live tree, add a remark if the
+        archive does not contain the whole file. ``status`` is the file's status before the read.
+        """
+        read_bytes, problem = self._sink.write_file(fd, runs, size)
         if problem is not None and not self._is_live:
             raise problem
-        if there < size:
+        if read_bytes < size:
             why = problem.strerror if problem else "it was truncated during the read"
-            self._remarks[name] = f"zeros replace everything after the first {there} of {size} bytes: {why}"
+            self._remarks[name] = f"zeros replace everything after the first {read_bytes} of {size} bytes: {why}"
         elif (holes := status.st_size - size) > 0:
             self._remarks[name] = f"{holes} bytes of it are holes and not packed"
         elif (grown := os.fstat(fd).st_size - size) > 0:
             self._remarks[name] = f"the last {grown} bytes were written during the read and are not packed"
 
     def _is_known(self, status: os.stat_result) -> bool:
-        """Return True if this file has already been packed and is unchanged. The modification time is part of the
-        comparison, because the inode number may have been reused.
+        """Return True if this file in a live tree has already been packed. Otherwise, remember it for later calls. The
+        modification time is compared too, because the inode number may have been reused.
         """
         if not self._is_live:
             return False
@@ -313,9 +334,7 @@ class _ArchiveWriter:
         return known
 
     def _target(self, name: str, entry: _Listed, target: str) -> str:
-        """Return the target to write for a symlink. If the target is outside a live tree, add a remark and return
-        "".
-        """
+        """Return the target to store for a symlink. If a link leads out of a live tree, return "" and add a remark."""
         if not self._is_live:
             return target
         inner = _inner_target(entry, target)
@@ -324,19 +343,23 @@ class _ArchiveWriter:
         return inner
 
     def _cannot_open(self, name: str, exc: OSError) -> None:
+        """Add a remark about an entry that cannot be opened. Raises ``HostError`` if the entry still exists and the
+        tree is not live.
+        """
         if exc.errno in GONE:
             self._remarks[name] = VANISHED
         else:
             self._cannot_read(name, exc)
 
     def _cannot_read(self, name: str, exc: OSError) -> None:
+        """Add a remark about an entry that cannot be read. Raises ``HostError`` if the tree is not live."""
         if not self._is_live:
             raise files.failed(f"pack {name}", exc) from exc
         self._remarks[name] = f"cannot read it: {os.strerror(exc.errno or 0)}"
 
     def finish(self, remarks: str) -> MultipleDigest:
-        """Finish the archive, and return its digests. If there are any remarks, list them in an entry named
-        ``remarks``.
+        """Finish the archive, and return its digests. If there are remarks about a live tree, list them in an entry
+        named ``remarks``.
         """
         if self._is_live and self._remarks:
             lines = [f"{guarded.shown(name)}: {what}\n" for name, what in sorted(self._remarks.items())]
@@ -362,8 +385,8 @@ def _kind(entry: os.DirEntry[str]) -> int:
 
 
 def _inner_target(entry: _Listed, target: str) -> str:
-    """Return a link's ``target`` relative to the link's directory, or "" if the target is outside the packed directory.
-    Only the paths are compared, so no link is followed.
+    """Return a link's ``target`` relative to the link's directory, or "" if the target is outside the packed tree. Only
+    the paths are compared, so no link is followed.
 
     An absolute target is made relative, because it would not exist where the archive is unpacked.
     """
@@ -392,8 +415,8 @@ class _Digested(msgspec.Struct):
 
     def write(self, data: bytes | memoryview) -> int:
         if self.error is None:
-            for each in self.hashers:
-                each.update(data)
+            for hasher in self.hashers:
+                hasher.update(data)
             try:
                 self.out.write(data)
             except OSError as exc:
@@ -425,10 +448,12 @@ class Sink:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Stop the compression threads. After ``finish``, this does nothing."""
         if self._stream is not self._file:
             self._stream.close()
 
     def _write(self, data: bytes) -> None:
+        """Write data of the uncompressed archive. Raises the error that ``_Digested`` has stored, if any."""
         self._stream.write(data)
         if self._file.error is not None:
             raise self._file.error
@@ -438,7 +463,7 @@ class Sink:
         self._write(header.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a generated file with the time of the newest packed file."""
+        """Write a generated file with the modification time of the newest packed file."""
         content = text.encode("utf-8", "surrogateescape")
         header = tarfile.TarInfo(name)
         header.size, header.mtime = len(content), self._newest_seen
@@ -446,7 +471,7 @@ class Sink:
         self.write_member(header, [content])
 
     def write_member(self, header: tarfile.TarInfo, content: Iterable[bytes]) -> None:
-        """Write an entry and its ``content``, ``header.size`` bytes in total."""
+        """Write an entry. The total length of ``content`` must be ``header.size``."""
         self.write_header(header)
         for piece in content:
             self._write(piece)
@@ -461,7 +486,7 @@ class Sink:
 
         Returns the number of bytes read, and the I/O error that stopped the reading, if any.
         """
-        there, problem = 0, None
+        read_bytes, problem = 0, None
         for begin, end in runs:
             at = begin
             while at < end:
@@ -474,16 +499,17 @@ class Sink:
                     break
                 self._write(piece)
                 at += len(piece)
-            there += at - begin
+            read_bytes += at - begin
             if at < end:
                 break
-        self._fill(size - there + -size % tarfile.BLOCKSIZE)
-        return there, problem
+        self._fill(size - read_bytes + -size % tarfile.BLOCKSIZE)
+        return read_bytes, problem
 
-    def _fill(self, left: int) -> None:
-        while left:
-            self._write(bytes(min(left, PIECE_BYTES)))
-            left -= min(left, PIECE_BYTES)
+    def _fill(self, size: int) -> None:
+        """Write ``size`` zero bytes."""
+        while size:
+            self._write(bytes(min(size, PIECE_BYTES)))
+            size -= min(size, PIECE_BYTES)
 
     def finish(self) -> MultipleDigest:
         """Write the two empty blocks that end the archive, and return the digests of the archive."""
@@ -492,7 +518,7 @@ class Sink:
             self._stream.close()
         if self._file.error is not None:
             raise self._file.error
-        return MultipleDigest(tuple(Digest(each.name, each.hexdigest()) for each in self._file.hashers))
+        return MultipleDigest(tuple(Digest(hasher.name, hasher.hexdigest()) for hasher in self._file.hashers))
 
 
 # --- patterns ---------------------------------------------------------------------------------------------------------
@@ -502,6 +528,7 @@ _TOKEN: Final = re.compile(
     r"|(?P<open>\{)|(?P<or>,)|(?P<close>\})|\[(?P<no>[!^]?)(?P<set>(?:\\.|[^\]\\]){1,40})\]|\\(?P<escaped>.)|(?P<plain>.)",
     re.DOTALL,
 )
+"""Matches one token of a pattern. ``below``, ``all`` and ``deep`` are the forms in which ``**`` spans directories."""
 _MEANING: Final = {
     "below": "(?:/.*)?",
     "all": ".*",
@@ -511,10 +538,11 @@ _MEANING: Final = {
     "open": "(?:",
     "close": ")",
 }
+"""The regular expressions for tokens that always have the same meaning."""
 
 
 def _compiled(patterns: Sequence[str]) -> re.Pattern[str]:
-    """Compile ``patterns`` to one regular expression for paths that any of them matches. Raises ``HostError``."""
+    """Compile ``patterns`` to a regular expression that matches a path if any of them does. Raises ``HostError``."""
     expressions = [_expression(pattern) for pattern in patterns]
     for pattern, expression in zip(patterns, expressions, strict=True):
         try:
@@ -525,7 +553,7 @@ def _compiled(patterns: Sequence[str]) -> re.Pattern[str]:
 
 
 def _expression(pattern: str) -> str:
-    """Translate one pattern to a regular expression. ``**`` spans directories, ``*``, ``?`` and ``[a-z]`` match within
+    """Translate one pattern to a regular expression. ``**`` spans directories. ``*``, ``?`` and ``[a-z]`` match within
     one name, and ``{a,b}`` matches either ``a`` or ``b``.
 
     A pattern without wildcards that names a directory also matches everything in the directory.
@@ -555,19 +583,19 @@ def _expression(pattern: str) -> str:
         else:
             chunks[-1][-1][-1] += part
     steps = ["/".join(_starred(step, _MEANING["stars"]) for step in chunk) for chunk in chunks]
-    found = _starred(steps, _MEANING["deep"])
-    return found if re.search(r"[*?\[\\]", text) else f"{found}(?:/.*)?"
+    expression = _starred(steps, _MEANING["deep"])
+    return expression if re.search(r"[*?\[\\]", text) else f"{expression}(?:/.*)?"
 
 
 def _starred(parts: Sequence[str], star: str) -> str:
-    """Join ``parts`` with ``star``. A part between two stars only matches at its first occurrence after the preceding
+    """Join ``parts`` with ``star``. A part between two stars matches only at its first occurrence after the preceding
     part.
 
-    This suffices, because if a later occurrence leads to a match, the first one does too. Trying all occurrences would
+    The first occurrence suffices, because it leads to a match whenever a later one does. Trying all occurrences would
     take exponential time for some names, and jobs choose the names.
     """
     first, *others = parts
-    # An atomic group prevents backtracking. It cannot be used around a part that has alternatives, because a longer
-    # alternative may be needed for the rest to match.
+    # An atomic group prevents backtracking. A part with alternatives cannot be in one, because another alternative may
+    # be needed for the rest to match.
     middle = [f"({'?:' if '(?:' in part else '?>'}{star}?{part})" for part in others[:-1]]
     return "".join([first, *middle, *(star + part for part in others[-1:])])

@@ -1,4 +1,4 @@
-"""The requests that a worker receives and the answers that it sends. Each is a JSON document on a single line.
+"""Defines the requests that a worker receives and the answers that it sends. Each is a JSON document on a single line.
 
 Requests contain secrets, so they are never passed in arguments or in the environment, and never stored on a disk.
 """
@@ -74,8 +74,8 @@ class Put(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tree(msgspec.Struct, frozen=True):
-    """A directory to pack. ``prefix`` is put before the name of each entry. It ends in ``/`` if it is meant as a
-    directory.
+    """A directory to pack. ``prefix`` is put before the name of each entry. A prefix that is a directory must end in
+    ``/``.
 
     If ``patterns`` are given (such as ``**/*.log``, in the Go agent's doublestar syntax), only files and links that
     match one of them are packed. A pattern that names a directory matches everything in it. If there are no patterns,
@@ -105,7 +105,7 @@ class Pack(msgspec.Struct, frozen=True, tag=True):
 
 
 class CopyTree(msgspec.Struct, frozen=True, tag=True):
-    """Empty ``target`` except for the names in ``spared``, and copy ``source`` to it (``bulk.copytree``)."""
+    """Empty ``target``, except for the entries named in ``spared``, and copy ``source`` to it (``bulk.copytree``)."""
 
     source: str
     target: str
@@ -113,8 +113,8 @@ class CopyTree(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Progress of a request: ``uploading`` after packing, or the counting or copying phase of a disk migration,
-    measured in bytes of tar output.
+    """Progress of a request. ``phase`` is ``uploading`` after packing, and ``counting`` or ``copying`` in a disk
+    migration. The sizes are bytes of tar output.
     """
 
     phase: str
@@ -149,8 +149,8 @@ Request = Install | Get | Put | Pack | CopyTree | Rotate
 class Outcome(msgspec.Struct, frozen=True):
     """Outcome for one target or log file: the error or "", and whether the unpacked archive was compressed.
 
-    ``newest`` is the latest modification time of a source (seconds since 1970), and ``left_out`` is the number of log
-    bytes that were dropped.
+    ``newest`` is the latest modification time in a source (seconds since 1970), and ``left_out`` is the number of bytes
+    that were dropped from a log.
     """
 
     error: str = ""
@@ -162,9 +162,9 @@ class Outcome(msgspec.Struct, frozen=True):
 class Done(msgspec.Struct, frozen=True, tag=True):
     """A worker's answer: the error, or the results of the request.
 
-    ``blob_id`` names a new blob. ``sha1`` and ``sha512`` (hex) are digests of the packed archive. The outcomes are in
-    the same order as the targets. ``put_error`` is the error from the upload after packing. ``losses`` describes the
-    attributes that a copied tree lacks because its file system cannot store them.
+    ``blob_id`` is the id of a new blob. ``sha1`` and ``sha512`` (hex) are digests of the packed archive. ``outcomes``
+    has the same order as the targets or log files. ``put_error`` is the error from an upload after packing. ``losses``
+    describes the attributes that could not be copied because the target file system cannot store them.
     """
 
     error: str = ""
@@ -195,8 +195,8 @@ def scratch(paths: Paths, pid: int) -> Path:
 
 
 def checked_blob_id(blob_id: str) -> str:
-    """Return ``blob_id``. Raises ``BlobError`` if it could be a path or an option."""
+    """Return ``blob_id``. Raises ``BlobError`` if the id could be interpreted as a path or as a command-line option."""
     is_plain = re.fullmatch(r"[^/\x00-\x1f\x7f.-][^/\x00-\x1f\x7f]*", blob_id) and ".." not in blob_id
-    if not is_plain or len(blob_id.encode()) > 255:
+    if not is_plain or len(blob_id.encode()) > 255:  # the maximum length of a file name
         raise BlobError(f"cannot use the blob id {blob_id[:100]!r}: it is not a plain name")
     return blob_id

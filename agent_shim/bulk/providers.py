@@ -1,4 +1,4 @@
-"""The blobstore providers that the settings may name (bosh-utils blobstore/provider.go)."""
+"""Implements the blobstore providers that the settings can name (bosh-utils blobstore/provider.go)."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/
 
 
 class Provider(Protocol):
-    """A blobstore. Both methods raise ``BlobError`` or ``OSError`` and may be retried."""
+    """A blobstore. Both methods raise ``BlobError`` or ``OSError`` and can be retried."""
 
     async def get(self, blob_id: str, hasher: Hasher) -> BinaryIO:
-        """Return the content as an open file, after feeding it to ``hasher``. The caller closes it."""
+        """Return a blob's content as an open file, and feed the content to ``hasher``. The caller closes the file."""
 
     async def put(self, blob_id: str, path: Path) -> None:
         """Store the content of ``path`` under ``blob_id``. The caller ensures that the id is unused and that
@@ -51,7 +51,7 @@ class Provider(Protocol):
 
 
 def environment(store: Blobstore) -> dict[str, str]:
-    """Return this process's environment with the proxies from the settings, in upper and lower case."""
+    """Return this process's environment with the proxy variables from the settings, in upper and lower case."""
     return {**os.environ, **store.proxies, **{name.upper(): value for name, value in store.proxies.items()}}
 
 
@@ -63,7 +63,7 @@ def provider(store: Blobstore, paths: Paths, transfer: Callable[[], Transfer]) -
         case "local":
             return Local(local_directory(store, paths))
         case "dav":
-            return Dav(_options(store), transfer)
+            return Dav(_dav_options(store), transfer)
         case name if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             return External(name, store.options, environment(store), paths)
     raise BlobError(f"cannot use the blobstore {store.provider[:40]!r}: unknown provider")
@@ -92,6 +92,7 @@ class Local:
         await asyncio.to_thread(self._copy, path, self._directory / blob_id)
 
     def _copy(self, path: Path, target: Path) -> None:
+        """Store a copy of ``path`` as the blob ``target``. The blobstore's directory is created if it is missing."""
         if not self._directory.is_dir():
             files.make_dir(self._directory, 0o770)
         with (
@@ -153,7 +154,7 @@ class External:
         directory = files.sibling(self._scratch)
         directory.mkdir(0o700)
         try:
-            (directory / "blob").touch(0o600)
+            (directory / "blob").touch(0o600)  # with the Go agent, the file exists before the program runs
             await self._run("get", blob_id, str(directory / "blob"))
             return await opened(directory / "blob", hasher)
         finally:
@@ -163,33 +164,34 @@ class External:
         await self._run("put", str(path), blob_id)
 
     async def _run(self, *arguments: str) -> None:
+        """Run the program. If it fails, raise a ``BlobError`` with the Go agent's message and the end of the output."""
         program = shutil.which(self._program, path=self._path)
         if program is None:
             raise BlobError(f"executable {self._program} not found in PATH")
         await self._write_config()
         what = f"Shelling out to {self._program} cli"
-        with closing(os.memfd_create("said")) as said:
+        with closing(os.memfd_create("output")) as output:
             argv = [program, "-c", str(self._config), *arguments]
-            running = process.spawn(argv, env=self._environment, stdout=said, stderr=said)
+            running = process.spawn(argv, env=self._environment, stdout=output, stderr=output)
             try:
                 async with asyncio.timeout(PROGRAM_TIMEOUT_S):
                     status = await running.wait_or_terminate(GRACE_S)
             except TimeoutError as exc:
                 raise BlobError(f"{what}: it took longer than {PROGRAM_TIMEOUT_S:.0f} seconds") from exc
             if status != 0:
-                begin = max(0, os.fstat(said).st_size - MAX_OUTPUT_BYTES)
-                text = os.pread(said, MAX_OUTPUT_BYTES, begin).decode(errors="replace")
+                begin = max(0, os.fstat(output).st_size - MAX_OUTPUT_BYTES)
+                text = os.pread(output, MAX_OUTPUT_BYTES, begin).decode(errors="replace")
                 raise BlobError(f"{what}: it ended with code {status}: {harmless(text, self._options)}")
 
     async def _write_config(self) -> None:
-        """Write the options to the same file as the Go agent does. Only root can read it."""
+        """Write the options to the same file as the Go agent does, readable only by root."""
         content = msgspec.json.encode(self._options)
         await asyncio.to_thread(files.write_atomic, self._config, content, mode=0o600, if_changed=True)
 
 
 async def opened(path: Path, hasher: Hasher) -> BinaryIO:
-    """Open a blob in one of the agent's own directories and feed it to ``hasher``. Raises ``BlobError`` for a link or a
-    directory.
+    """Open a blob (:func:`open_blob`) and feed it to ``hasher``. Afterwards, the file position is at the end. Raises
+    ``BlobError`` for a link or a directory.
     """
     file = open_blob(path)
 
@@ -208,8 +210,8 @@ async def opened(path: Path, hasher: Hasher) -> BinaryIO:
 def open_blob(path: Path) -> BinaryIO:
     """Open a blob in one of the agent's own directories or in a local blobstore. Raises ``BlobError``.
 
-    The file may belong to a job. Therefore no link is followed, and a file on which its owner has a lease is refused
-    instead of waiting for the lease.
+    The file may belong to a job. Therefore no link is followed, and if the file's owner has a lease on it, opening it
+    fails instead of waiting for the lease.
     """
     try:
         return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))
@@ -237,7 +239,7 @@ def trusted_ca(store: Blobstore) -> str:
         return ""
 
 
-def _options(store: Blobstore) -> DavOptions:
+def _dav_options(store: Blobstore) -> DavOptions:
     try:
         return wire.convert(store.options, DavOptions)
     except msgspec.ValidationError as exc:
@@ -245,7 +247,9 @@ def _options(store: Blobstore) -> DavOptions:
 
 
 def local_directory(store: Blobstore, paths: Paths) -> Path:
-    """Return the directory of a local blobstore. Raises ``BlobError`` if the options name none."""
+    """Return the directory of a local blobstore. The path that create-env manifests use stands for the agent's own blob
+    directory. Raises ``BlobError`` if the options name no directory.
+    """
     directory = store.options.get("blobstore_path")
     if directory is None:
         raise BlobError("Validating blobstore: missing blobstore_path")
@@ -259,7 +263,7 @@ def local_directory(store: Blobstore, paths: Paths) -> Path:
 NO_SECRET: Final = frozenset(
     {"endpoint", "host", "region", "bucket_name", "container_name", "account_name", "environment", "storage_class"}
 )
-"""Options whose values may appear in errors. All other values are treated as secrets."""
+"""Options whose values need not be hidden in errors. All other values are treated as secrets."""
 
 MAX_ERROR_CHARS: Final = 1000
 MAX_OUTPUT_BYTES: Final = 1024 * 1024
@@ -269,7 +273,7 @@ never contains half a secret that was cut off at this limit.
 
 
 def harmless(text: str, options: dict[str, Any]) -> str:
-    """Return the end of a program's output without secret option values and without the queries and users in URLs."""
+    """Return the end of a program's output, with secret option values and the users and queries of URLs removed."""
     for secret in sorted(_texts(options), key=len, reverse=True):
         text = text.replace(secret, "…")
     text = re.sub(r"(\w://)[^/@\s]*@", r"\1", text)
@@ -278,13 +282,16 @@ def harmless(text: str, options: dict[str, Any]) -> str:
 
 
 def _texts(value: Any, name: str = "") -> Iterator[str]:
+    """Yield the secrets in an option's value, each in every form in which a program may print it: unchanged, as JSON,
+    and line by line. ``name`` is the innermost key above the value.
+    """
     if isinstance(value, dict):
-        for key, below in value.items():
-            yield from _texts(below, key)
+        for key, item in value.items():
+            yield from _texts(item, key)
     elif isinstance(value, list):
-        for below in value:
-            yield from _texts(below, name)
-    elif isinstance(value, str) and len(value) > 3 and name not in NO_SECRET:
+        for item in value:
+            yield from _texts(item, name)
+    elif isinstance(value, str) and len(value) > 3 and name not in NO_SECRET:  # shorter ones may be part of any word
         yield value
         yield msgspec.json.encode(value).decode()[1:-1]
         yield from (line for line in value.splitlines() if len(line) > 3)

@@ -32,18 +32,16 @@ def trusting(ca: str) -> ssl.SSLContext:
     except (ssl.SSLError, TypeError, ValueError) as exc:
         raise BlobError("cannot use the CA of the blobstore: it is not a PEM certificate") from exc
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # As in Go, every CA in the settings is trusted, and certificates may lack extensions that RFC 5280 requires. BOSH
-    # creates such certificates, but newer versions of Python refuse them by default.
+    # As in Go, every CA in the settings is trusted, and certificates need not have all extensions that RFC 5280
+    # requires. BOSH creates such certificates, but newer versions of Python reject them by default.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     return context
 
 
 def proxy_for(scheme: str, host: str, port: int | None, environment: Mapping[str, str]) -> str | None:
-    """Return the proxy for a host according to Go's rules (golang.org/x/net/http/httpproxy).
-
-    Loopback addresses are never reached through a proxy. ``no_proxy`` lists names (which include their subdomains),
-    addresses and networks, each with an optional port, or ``*``.
+    """Return the proxy for a host, or None if the host is reached directly. Follows Go's rules
+    (golang.org/x/net/http/httpproxy).
     """
 
     def value(name: str) -> str:
@@ -56,6 +54,11 @@ def proxy_for(scheme: str, host: str, port: int | None, environment: Mapping[str
 
 
 def is_excepted(host: str, port: int | None, exceptions: str) -> bool:
+    """Return True if the host is a loopback address or is listed in ``exceptions``, which is the value of ``no_proxy``.
+
+    The value lists names (which include their subdomains), addresses and networks, each with an optional port, or
+    ``*`` for all hosts.
+    """
     import ipaddress  # imported late, because it uses 0.2 MB and is needed only with a proxy
 
     try:
@@ -67,7 +70,7 @@ def is_excepted(host: str, port: int | None, exceptions: str) -> bool:
     for entry in filter(None, map(str.strip, exceptions.lower().split(","))):
         if entry == "*":
             return True
-        name, colon, number = entry.rpartition(":")
+        name, colon, number = entry.rpartition(":")  # in an IPv6 address, the colon does not precede a port
         if colon and number.isdigit() and not _is_network(entry):
             if int(number) != port:
                 continue
@@ -81,7 +84,7 @@ def is_excepted(host: str, port: int | None, exceptions: str) -> bool:
 
 
 def _is_network(entry: str) -> bool:
-    import ipaddress  # imported late, as above
+    import ipaddress  # imported late, as in ``is_excepted``
 
     try:
         ipaddress.ip_network(entry, strict=False)

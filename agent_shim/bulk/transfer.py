@@ -1,7 +1,7 @@
-"""Transfers blobs over HTTP, with signed URLs and DAV. Only worker processes use it, because it imports aiohttp.
+"""Transfers blobs over HTTP, with signed URLs and DAV. Only worker processes import this module and thus aiohttp.
 
 Errors name the host and the status, but never a path, a query string, a user or a password, because signed URLs are
-secrets. The text before the host name is the same as the Go agent's (agent/httpblobprovider/http_blob_provider.go).
+secrets. The wording before the host name is the same as the Go agent's (agent/httpblobprovider/http_blob_provider.go).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Transfer:
             connector=aiohttp.TCPConnector(ssl=trusting(ca), limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=timing.connect),
             request_class=_request_class(timing.hesitate),
-            auto_decompress=False,
+            auto_decompress=False,  # the digest is that of the body as it is sent
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
@@ -72,34 +72,35 @@ class Transfer:
         try:
             await self._download(url, file, _merged({"Accept-Encoding": "identity"}, headers), hasher)
         except BaseException:
-            with suppress(OSError):  # closing may fail, for example when the buffer is flushed
+            with suppress(OSError):  # closing flushes the buffer, which may fail too
                 file.close()
             raise
         return file
 
     async def _download(self, url: str, target: BinaryIO, headers: Mapping[str, str], hasher: Hasher) -> None:
-        with _explained("Excuting GET request", url):
+        """Download ``url`` to ``target``. Periodically check that enough disk space is free."""
+        with _explained("Excuting GET request", url):  # the Go agent's wording, including the typo
             async with (
                 _guarded(self._timing) as guard,
                 self._request("GET", url, headers, max_redirects=MAX_REDIRECTS) as response,
             ):
-                _check(response)
-                unseen = SPACE_CHECK_BYTES
+                _require_success(response)
+                unchecked_bytes = SPACE_CHECK_BYTES  # check before the first write
                 async for chunk in response.content.iter_chunked(CHUNK_BYTES):
                     guard.moved(len(chunk))
                     hasher.update(chunk)
-                    unseen += len(chunk)
+                    unchecked_bytes += len(chunk)
                     with self._keeping():
-                        if unseen >= SPACE_CHECK_BYTES:
+                        if unchecked_bytes >= SPACE_CHECK_BYTES:
                             self._check_room()
-                            unseen = 0
+                            unchecked_bytes = 0
                         target.write(chunk)
                 with self._keeping():
                     target.flush()
 
     def _check_room(self) -> None:
-        """Raise ``OSError`` if only the reserve is left. Downloads call this repeatedly, because their length is not
-        known in advance.
+        """Raise ``OSError`` if the free disk space has fallen below the reserve. A download calls this repeatedly,
+        because its length is not known in advance.
         """
         usage = shutil.disk_usage(self._scratch)
         if usage.free < min(RESERVE_BYTES, usage.total * RESERVED_PART):
@@ -129,10 +130,11 @@ class Transfer:
                     while chunk := source.read(CHUNK_BYTES):
                         yield chunk
                         guard.moved(len(chunk))
-                    guard.allow(self._timing.answer)
+                    guard.allow(self._timing.answer)  # the server may need time to store the blob
 
+                # A redirect is an error, because ``body`` cannot be sent a second time.
                 async with self._request("PUT", url, wanted, data=body(), allow_redirects=False) as response:
-                    _check(response)
+                    _require_success(response)
 
     @asynccontextmanager
     async def _request(
@@ -145,23 +147,23 @@ class Transfer:
 
 
 def _merged(own: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Merge headers. ``given`` takes precedence, and names are not case-sensitive."""
+    """Merge headers, with lower-case names. ``given`` takes precedence."""
     return {name.lower(): value for name, value in [*own.items(), *given.items()]}
 
 
 def _request_class(hesitate: float) -> type[aiohttp.ClientRequest]:
     class Hesitating(aiohttp.ClientRequest):
-        """A request that, as in Go, sends its body after a while even if no "100 Continue" arrives."""
+        """A request that, as in Go, sends its body after ``hesitate`` seconds even if no "100 Continue" arrives."""
 
         def update_expect_continue(self, expect: bool = False) -> None:
             super().update_expect_continue(expect)
             if (waiter := self._continue) is not None:
-                self.loop.call_later(hesitate, _set, waiter)
+                self.loop.call_later(hesitate, _stop_waiting, waiter)
 
     return Hesitating
 
 
-def _set(waiter: asyncio.Future[bool]) -> None:
+def _stop_waiting(waiter: asyncio.Future[bool]) -> None:
     if not waiter.done():
         waiter.set_result(True)
 
@@ -175,17 +177,20 @@ class _Guard:
         self._moved = 0
 
     def moved(self, count: int) -> None:
+        """Count transferred bytes."""
         self._moved += count
         if self._moved >= self._timing.least:
             self._moved = 0
             self.allow(self._timing.stall)
 
     def allow(self, seconds: float) -> None:
+        """Postpone the attempt's deadline to ``seconds`` from now."""
         self._timer.reschedule(asyncio.get_running_loop().time() + seconds)
 
 
 @asynccontextmanager
 async def _guarded(timing: TransferTiming) -> AsyncIterator[_Guard]:
+    """Raise ``TimeoutError`` if the transfer in the block stalls."""
     async with asyncio.timeout(timing.stall) as timer:
         yield _Guard(timer, timing)
 
@@ -199,7 +204,9 @@ _UNUSABLE: Final = (ValueError, aiohttp.NonHttpUrlClientError)
 
 @contextmanager
 def _explained(what: str, url: str) -> Iterator[None]:
-    """Convert every transfer error to a ``BlobError`` that contains no secrets."""
+    """Convert every transfer error to a ``BlobError`` that begins with ``what`` and contains no secrets. If the URL
+    cannot be used at all, the error is a ``LastingError``, which is not retried.
+    """
     try:
         yield
     except TimeoutError as exc:
@@ -209,13 +216,14 @@ def _explained(what: str, url: str) -> Iterator[None]:
         raise kind(f"{what}: {_host_of(url)}: {_why(exc)}") from exc
 
 
-def _check(response: aiohttp.ClientResponse) -> None:
+def _require_success(response: aiohttp.ClientResponse) -> None:
     if not 200 <= response.status < 300:
         where = _host(response.url)
         raise BlobError(f"Error executing {response.method}, response was {response.status} from {where}")
 
 
 def _host_of(url: str) -> str:
+    """Return the host and the port in ``url``, for use in an error."""
     try:
         return _host(URL(url, encoded=True))
     except ValueError:
@@ -246,7 +254,7 @@ def _why(exc: BaseException) -> str:
         case aiohttp.ClientPayloadError():
             return "the body ended too early"
         case OSError(errno=int(code), strerror=str(text)):
-            # Take the text from the error code, because asyncio's messages contain addresses. Resolver errors, whose
-            # codes are negative, keep their text.
+            # Derive the message from the error code, because asyncio's messages contain addresses. Resolver errors,
+            # whose codes are negative, keep their message.
             return os.strerror(code) if code > 0 else text
     return type(exc).__name__

@@ -2,8 +2,8 @@
 
 ``python -m agent_shim.bulk.worker PARENT`` reads requests from standard input, one line each, executes them one after
 the other, and writes the answers to standard output (``bulk.protocol``; the other end is ``bulk.workers``). Expected
-failures are part of the answer. After any other failure, the worker exits with a traceback. When the worker or its
-parent is terminated, it removes its temporary files.
+failures are part of the answer. After any other failure, the worker exits with a traceback. A worker removes its
+temporary files when it is terminated or when its parent dies.
 
 An action has to wait until its worker has started, so each kind of request imports only the modules that it needs.
 """
@@ -56,13 +56,12 @@ def become_worker(parent: int) -> None:
     not dump core.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # the parent died before it could be watched
+    if os.getppid() != parent:  # the parent died before the call above
         raise SystemExit(128 + signal.SIGTERM)
     process.disable_core_dumps(for_good=True)
     with suppress(OSError, ValueError):
         score = Path("/proc/self/oom_score_adj")
-        # If the score is already higher, keep it, because the kubelet gives all processes in a container a score of up
-        # to 1000.
+        # Do not lower a higher score. The kubelet may give all processes in a container a score of up to 1000.
         score.write_text(str(max(OOM_SCORE, int(score.read_text()))))
 
 
@@ -72,8 +71,8 @@ def _send(message: Progress | Done) -> None:
 
 
 async def execute(request: Request, temps: list[Path]) -> Done:
-    """Execute ``request``. Temporary files, which the caller has to remove even after a failure, are added to
-    ``temps``.
+    """Execute ``request``. SIGTERM cancels it. Temporary files, which the caller has to remove even after a failure,
+    are added to ``temps``.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -82,7 +81,7 @@ async def execute(request: Request, temps: list[Path]) -> Done:
 
 
 async def _execute(request: Request, temps: list[Path]) -> Done:
-    """Execute ``request``, and return expected failures as an answer."""
+    """Execute ``request``. Expected failures are returned as ``Done.error`` instead of being raised."""
     try:
         match request:
             case Install():
@@ -107,12 +106,12 @@ async def _execute(request: Request, temps: list[Path]) -> Done:
     except (ShimError, HostError) as exc:
         return Done(error=str(exc))
     except OSError as exc:
-        return Done(error=_refused(request, exc))
+        return Done(error=_system_error_text(request, exc))
 
 
-def _refused(request: Request, exc: OSError) -> str:
-    """Describe a failed system call. If the error does not name a file and the request writes one, the text contains
-    the path of the file being written and the free space.
+def _system_error_text(request: Request, exc: OSError) -> str:
+    """Describe a failed system call. An error without a file name probably comes from writing the requested file, so
+    describe it with that file's path and the free space.
     """
     if exc.filename is not None or not isinstance(request, Get | Pack):
         return f"cannot use {exc.filename or 'a file'}: {exc.strerror}"
@@ -121,18 +120,20 @@ def _refused(request: Request, exc: OSError) -> str:
 
 
 async def _get(request: Get) -> Done:
+    """Download a blob and, once its digest is verified, store it at the requested path."""
     from agent_shim.bulk.blobs import Blobs
 
     async with Blobs(request.store, Paths(Path(request.base))) as blobs, blobs.fetched(request.source) as file:
         with files.replacing(Path(request.path), mode=request.mode) as out:
-            # Use lseek, because seek() on the file object may only move the position within its buffer and not that of
-            # the descriptor.
+            # Use lseek, because seek() on the file object may only move the position in its buffer, not that of the
+            # descriptor.
             os.lseek(file.fileno(), 0, os.SEEK_SET)
             files.copy_data(file.fileno(), out.fileno())
     return Done()
 
 
 async def _put(request: Put) -> Done:
+    """Upload a file, and answer with the id of the new blob."""
     from agent_shim.bulk.blobs import Blobs
 
     async with Blobs(request.store, Paths(Path(request.base))) as blobs:
@@ -149,7 +150,7 @@ async def _pack(request: Pack) -> Done:
         digest = await asyncio.to_thread(
             packing.pack, out, request.trees, compressed=request.compressed, newest=newest, remarks=remarks
         )
-    sha1, sha512 = (each.value for each in digest.digests)
+    sha1, sha512 = (part.value for part in digest.digests)
     return Done(sha1=sha1, sha512=sha512)
 
 
@@ -166,8 +167,8 @@ def _copy_tree(request: CopyTree) -> Done:
 def _rotate(request: Rotate) -> Done:
     from agent_shim.bulk import copytruncate
 
-    # Let SIGTERM kill the process immediately. A log is truncated only once its archive contains everything, so the
-    # worst result is an archive without its checksum.
+    # Let SIGTERM kill the process immediately. A log is truncated only once its archive contains everything, so at
+    # worst, the archive has no checksum.
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
     outcomes = []
     with closing(os.open(request.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as root:

@@ -1,8 +1,8 @@
 """The agent's worker processes. Each executes one request at a time, and stays idle for half a minute before it exits.
 
-Bulk work uses memory and would block the agent's interpreter, so it is done in separate processes, whose memory is
-returned when they exit. Workers stay idle for a while, because starting a new one for a small request would take a
-tenth of a second.
+Bulk work uses a lot of memory and would block the agent's interpreter, so it is done in separate processes, whose
+memory is returned when they exit. Workers stay idle for a while, because starting a new one for a small request would
+take a tenth of a second.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ class Workers:
     """An agent's workers, used as a context manager. When the block is left, idle workers are terminated."""
 
     def __init__(self) -> None:
-        self._resting: dict[int, _Worker] = {}
+        self._idle: dict[int, _Worker] = {}
         """Idle workers by niceness, at most one per niceness."""
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        while self._resting:
-            await self._resting.popitem()[1].end()
+        while self._idle:
+            await self._idle.popitem()[1].end()
 
     async def execute(self, request: Request, *, nice: int = 0, report: Report = ignore) -> Done:
         """Execute ``request``. Raises ``ActionError`` with the worker's error.
 
-        ``nice`` is the worker's niceness relative to the agent. ``report`` is called with each step of the request. On
+        ``nice`` is the worker's niceness relative to the agent. ``report`` is called with each progress report. On
         cancellation, the worker and its process group are terminated.
         """
         try:
-            worker = self._resting.pop(nice, None)
+            worker = self._idle.pop(nice, None)
             if worker is None or not worker.wake():
                 worker = _Worker(nice)
             try:
@@ -63,11 +63,11 @@ class Workers:
                 await worker.end()
                 await asyncio.to_thread(_tidy, request, worker.process.pid)
                 raise
-            if nice in self._resting:
+            if nice in self._idle:  # another worker became idle in the meantime
                 await worker.end()
             else:
-                self._resting[nice] = worker
-                worker.rest(lambda: self._resting.pop(nice))
+                self._idle[nice] = worker
+                worker.rest(lambda: self._idle.pop(nice))
             if done.error:
                 raise ActionError(done.error)
         except BaseException:
@@ -87,7 +87,7 @@ class _Worker:
     """One worker process. The constructor starts it, or raises ``ActionError``."""
 
     def __init__(self, nice: int) -> None:
-        self._leaving: asyncio.TimerHandle | None = None
+        self._exit_timer: asyncio.TimerHandle | None = None
         command = [sys.executable, "-P", "-X", "utf8", "-m", "agent_shim.bulk.worker", str(os.getpid())]
         if nice:
             command = ["/usr/bin/nice", "-n", str(nice), *command]
@@ -95,23 +95,23 @@ class _Worker:
             try:
                 self._errors = os.memfd_create("errors")
                 opened.callback(os.close, self._errors)
-                self._socket, theirs = socket.socketpair()
+                self._socket, worker_end = socket.socketpair()
                 opened.enter_context(self._socket)
-                with theirs:
-                    fd = theirs.fileno()
+                with worker_end:
+                    fd = worker_end.fileno()
                     self.process = process.spawn(command, env=os.environ, stdin=fd, stdout=fd, stderr=self._errors)
             except HostError as exc:
                 raise ActionError(str(exc)) from exc
             except OSError as exc:
                 raise ActionError(f"cannot run a worker: {exc.strerror}") from exc
-            opened.pop_all()
+            opened.pop_all()  # keep the descriptors open
         self._socket.setblocking(False)
 
     async def execute(self, request: Request, report: Report) -> Done:
         """Return the answer to ``request``. Raises ``ActionError`` if the worker dies."""
         loop = asyncio.get_running_loop()
         received = b""
-        with suppress(ConnectionError):  # the worker has exited, and its exit status says more than this error
+        with suppress(ConnectionError):  # the worker has exited, and its exit status explains more than this error
             await loop.sock_sendall(self._socket, msgspec.json.encode(request) + b"\n")
             while piece := await loop.sock_recv(self._socket, CHUNK_BYTES):
                 *lines, received = (received + piece).split(b"\n")
@@ -124,19 +124,21 @@ class _Worker:
         errors = os.pread(self._errors, os.fstat(self._errors).st_size, 0)
         raise ActionError(f"cannot finish the work: the worker {_ending(status, errors)}")
 
-    def rest(self, left: Callable[[], object]) -> None:
-        """Keep the idle worker for ``STAY_S`` seconds. If no request follows, call ``left`` and let the worker exit."""
+    def rest(self, on_exit: Callable[[], object]) -> None:
+        """Keep the idle worker for ``STAY_S`` seconds. Unless it has been woken by then, call ``on_exit`` and let it
+        exit.
+        """
 
         def leave() -> None:
-            left()
+            on_exit()
             self._close()  # the worker then reads end-of-file
 
-        self._leaving = asyncio.get_running_loop().call_later(STAY_S, leave)
+        self._exit_timer = asyncio.get_running_loop().call_later(STAY_S, leave)
 
     def wake(self) -> bool:
-        """Prepare the idle worker for another request. Return False if it has exited in the meantime."""
-        assert self._leaving is not None
-        self._leaving.cancel()
+        """Prepare the idle worker for another request. Return False if the worker has died in the meantime."""
+        assert self._exit_timer is not None
+        self._exit_timer.cancel()
         is_alive = self.process.is_alive  # read this only once, because the process may exit at any time
         if not is_alive:
             self._close()
@@ -144,8 +146,8 @@ class _Worker:
 
     async def end(self) -> None:
         """Terminate the worker and its process group, and wait until they are gone."""
-        if self._leaving is not None:
-            self._leaving.cancel()
+        if self._exit_timer is not None:
+            self._exit_timer.cancel()
         try:
             await self.process.terminate(GRACE_S)
         finally:
@@ -181,10 +183,10 @@ def _tidy(request: Request, pid: int) -> None:
 
 
 class Transfers:
-    """Counters for blob transfers since the process started: their number by direction and outcome (done, failed), and
-    the number of bytes transferred by successful ones.
+    """Counters for blob transfers since the process started: the number of transfers by direction and outcome (done,
+    failed), and the bytes of the successful ones.
 
-    Directions are get and put for the blobstore, upload and download for clients over HTTPS.
+    The directions are get and put for the blobstore, and upload and download for clients over HTTPS.
     """
 
     def __init__(self) -> None:
@@ -201,6 +203,7 @@ transfers: Final = Transfers()
 
 
 def _count(request: Request, outcome: str) -> None:
+    """Count the transfer of a single blob, if ``request`` contains one."""
     transfer = request.put if isinstance(request, Pack) else request
     if isinstance(transfer, Get | Put):
         size = 0

@@ -48,10 +48,10 @@ def expected(settings: Effective, applied: Mapping[str, Any]) -> dict[str, str]:
 
 
 class AddressWatch:
-    """Watches the expected addresses. ``missing`` contains those that no interface had at the last check, each with a
-    description of its network.
+    """Watches the expected addresses. ``missing`` maps the addresses that no interface had at the last check to
+    descriptions of their networks.
 
-    ``report`` is called with the network and a text for each address that is newly missing.
+    ``report`` is called with the network and a message for each address that is newly missing.
     """
 
     def __init__(self, expected: Callable[[], Mapping[str, str]], report: Callable[[str, str], None]) -> None:
@@ -69,12 +69,12 @@ class AddressWatch:
         """Check once which expected addresses no interface has, and report those that were not missing before."""
         before = self.missing
         self.missing = {ip: where for ip, where in self._expected().items() if not network.has_address(ip)}
-        gone = [ip for ip in self.missing if ip not in before]
-        if len(gone) > MAX_TOLD:
-            logger.warning("%d addresses are on no interface; the first %d follow", len(gone), MAX_TOLD)
-        for ip in gone[:MAX_TOLD]:
+        newly_missing = [ip for ip in self.missing if ip not in before]
+        if len(newly_missing) > MAX_TOLD:
+            logger.warning("%d addresses are on no interface; the first %d follow", len(newly_missing), MAX_TOLD)
+        for ip in newly_missing[:MAX_TOLD]:
             text = f"no interface has the address {ip} ({self.missing[ip]})"
             logger.warning("%s", text)
-            self._report(self.missing[ip].split(" of ")[0], text)
+            self._report(self.missing[ip].split(" of ")[0], text)  # "network NAME of …" is reported as "network NAME"
         for ip in before.keys() - self.missing.keys():
             logger.info("the address %s is back", ip)

@@ -23,7 +23,7 @@ SETTINGS_SIZE: Final = "16m"
 
 class Key(NamedTuple):
     """A key, identified by its path ``name`` under ``env.bosh``. ``outcome`` describes the key's effect or, if
-    ``is_done`` is False, why the key is refused.
+    ``is_done`` is False, why the key is rejected.
     """
 
     name: str
@@ -70,10 +70,11 @@ def refused(bosh: BoshEnv) -> str | None:
 
 
 async def remove_listed(listing: Path, *, is_wanted: bool) -> str | None:
-    """Boot step: remove the files and links named in ``listing``, one per line, if they exist. Directories are not
-    removed.
+    """Boot step: remove the image's development tools or static libraries, which the file ``listing`` names, one per
+    line. Directories are not removed.
 
-    Return the reason if the files are kept, or None. Raises ``OSError``.
+    ``is_wanted`` is True if ``env.bosh`` requests the removal. Return the reason if the files are kept, or None. Raises
+    ``OSError``.
     """
     if not is_wanted:
         return "not requested"
@@ -85,6 +86,7 @@ async def remove_listed(listing: Path, *, is_wanted: bool) -> str | None:
 
 
 def _remove_listed(listing: Path) -> None:
+    """Do the blocking part of :func:`remove_listed`. Lines that are not absolute paths are ignored."""
     for line in files.read(listing).decode(errors="surrogateescape").splitlines():
         if line.startswith("/"):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -114,12 +116,13 @@ def _move_to_memory(paths: Paths) -> None:
     tmpfs = paths.settings_tmpfs
     files.make_dir(tmpfs, 0o700)
     if not mounts.is_mount_point(tmpfs):
-        with closing(os.open(tmpfs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as below:
-            caught = {path.name: files.read(path, is_own=True) for path in tmpfs.iterdir() if path.is_file()}
+        # Files on the disk are removed through this descriptor, because the mount hides them.
+        with closing(os.open(tmpfs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as hidden:
+            misplaced = {path.name: files.read(path, is_own=True) for path in tmpfs.iterdir() if path.is_file()}
             mounts.mount_tmpfs(tmpfs, f"size={SETTINGS_SIZE},mode=0700")
-            for name, raw in caught.items():
+            for name, raw in misplaced.items():
                 files.write_atomic(tmpfs / name, raw, mode=0o600)
-                os.unlink(name, dir_fd=below)
+                os.unlink(name, dir_fd=hidden)
     for path in paths.with_credentials:
         if not path.is_symlink():
             if path.exists():

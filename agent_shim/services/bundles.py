@@ -4,7 +4,7 @@ A bundle is ``data/jobs/<job>/<digest>`` or ``data/packages/<package>/<digest>``
 or ``packages`` points to it. The layout, modes and owners match those of the Go agent
 (agent/applier/bundlecollection/), so that either agent can take over from the other. A bundle gets its final name only
 once it is complete and synced to disk. It is renamed before it is removed, so a directory with a bundle's name is
-always complete.
+always complete, unless it is the target of a compilation (:meth:`Bundles.create`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from agent_shim.host import files
 Kind = Literal["job", "package"]
 
 MAX_SMALL_BYTES: Final = files.MAX_FILE_BYTES
-"""Maximum size of a blob that is read into memory. DNS records for ten thousand instances take half of this."""
+"""Maximum size of a blob that is read into memory. DNS records for ten thousand instances take up half of this."""
 
 
 class Bundle(msgspec.Struct, frozen=True):
@@ -48,6 +48,7 @@ class Bundle(msgspec.Struct, frozen=True):
 
 def checked_name(kind: str, name: str) -> str:
     """Return ``name`` if it is a plain directory name, otherwise raise ``ActionError``."""
+    # 200 bytes leave room for the suffix of a temporary name (``files.sibling``).
     if not name.isprintable() or "/" in name or ".." in name or name[:1] in ("", ".", "-") or len(name.encode()) > 200:
         raise ActionError(f"cannot use {name[:100]!r} as the name of a {kind}")
     return name
@@ -85,7 +86,7 @@ class Bundles:
         """Fetch and unpack the bundles in ``wanted`` that are missing, ``parallel`` archives at a time.
 
         If some fail, the others are kept, and ``ActionError`` is raised for the first failed bundle in the order
-        of ``wanted``. Its text is ``doing``, formatted with the bundle, followed by the reason.
+        of ``wanted``. Its message is ``doing``, formatted with the bundle, followed by the reason.
         """
         paths = {self.path(bundle): bundle for bundle in wanted}
         missing = await asyncio.to_thread(lambda: {path: paths[path] for path in paths if not path.is_dir()})
@@ -109,12 +110,13 @@ class Bundles:
                 raise ActionError(f"{doing.format(bundle)}: {outcome.error}")
 
     async def activate(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
-        """Link exactly these bundles, link every package into every job, remove all other bundles, and create the jobs'
-        directories (:meth:`make_job_dirs`).
+        """Link exactly the bundles in ``jobs`` and ``packages``, and remove all other bundles. Link every package into
+        every job, and create the jobs' directories (:meth:`make_job_dirs`).
         """
         await self._in_thread(self._link_all, jobs, packages)
         await self._in_thread(self._keep_only, "job", jobs)
         await self._in_thread(self._keep_only, "package", packages)
+        # Install the wrapper again, because a removed bpm bundle may have contained it.
         await self._in_thread(install_bpm_wrapper, self._paths)
         await self._in_thread(self._make_job_dirs, [job.name for job in jobs])
 
@@ -123,22 +125,27 @@ class Bundles:
         return [bundle for bundle in wanted if not self.path(bundle).is_dir()]
 
     async def link(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
-        """Link these bundles, and every package into every job. Links to other jobs and packages remain."""
+        """Link the bundles in ``jobs`` and ``packages``, and link every package into every job. Links to other bundles
+        remain.
+        """
         await self._in_thread(self._link_all, jobs, packages)
 
     async def activate_packages(self, packages: Sequence[Bundle], spared: Iterable[str] = ()) -> None:
-        """Link exactly these packages, and remove all other packages. Also remove everything else from the ``packages``
-        directory, except for the names in ``spared``.
+        """Link exactly the bundles in ``packages``, and remove all other packages. Also remove everything else from the
+        ``packages`` directory, except for the names in ``spared``.
 
-        Jobs are not changed.
+        Compilations use this, so that a packaging script sees only what it is allowed to depend on. Jobs are not
+        changed.
         """
         await self._in_thread(self._activate, "package", packages)
         await self._in_thread(self._keep_only, "package", packages)
         await self._in_thread(self._remove_strays, {*spared, *(package.name for package in packages)})
 
     async def create(self, bundle: Bundle) -> Path:
-        """Create and link an empty bundle directory for a compilation to fill, and return its path. An existing bundle
-        with the same version is removed.
+        """Create and link an empty bundle directory for a compilation to fill, and return its path. The contents that
+        an earlier compilation left in the directory are removed.
+
+        The directory cannot be mistaken for an installed bundle, because its name is computed without a digest.
         """
         path = self.path(bundle)
         await self._in_thread(self._create, bundle, path)
@@ -165,7 +172,7 @@ class Bundles:
 
     async def delete_source(self, blob_id: str) -> None:
         """Delete the blob from which a bundle was installed, if it is stored on this machine (cascading_blobstore.go).
-        Blobs on a blobstore server are not deleted.
+        Blobs on a blobstore server are not deleted. Does nothing if ``blob_id`` is "".
         """
         if not blob_id:
             return
@@ -186,7 +193,7 @@ class Bundles:
         except OSError as exc:
             raise ActionError(f"cannot read {temp}: {exc.strerror}") from exc
         finally:
-            temp.unlink(missing_ok=True)  # remove the file even if this task is cancelled again
+            temp.unlink(missing_ok=True)  # not in a thread, because a second cancellation could interrupt the await
 
     async def sweep(self) -> None:
         """Remove incomplete bundles and temporary files that earlier agents left behind."""
@@ -195,16 +202,19 @@ class Bundles:
     # --- disk access in a thread --------------------------------------------------------------------------------------
 
     async def _in_thread(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a blocking function in a thread, and convert ``OSError`` to ``ActionError``."""
         try:
             await asyncio.to_thread(function, *arguments)
         except OSError as exc:
             raise ActionError(str(exc)) from exc
 
     def _sweep(self) -> None:
-        versions = [path for above in self._installed.values() for path in above.glob("*") if not path.is_symlink()]
-        files.sweep([self._paths.jobs, self._paths.packages, self._paths.tmp, *versions])
+        """Do the blocking part of :meth:`sweep`."""
+        parents = [path for top in self._installed.values() for path in top.glob("*") if not path.is_symlink()]
+        files.sweep([self._paths.jobs, self._paths.packages, self._paths.tmp, *parents])
 
     def _link_all(self, jobs: Sequence[Bundle], packages: Sequence[Bundle]) -> None:
+        """Do the blocking part of :meth:`link`, and install the bpm wrapper."""
         self._activate("package", packages)
         self._activate("job", jobs)
         # Link all of the spec's packages into each job, as the Go agent does, and not only the packages that the job
@@ -221,6 +231,7 @@ class Bundles:
         install_bpm_wrapper(self._paths)
 
     def _activate(self, kind: Kind, bundles: Sequence[Bundle]) -> None:
+        """Link bundles of one kind into ``jobs`` or ``packages``. Raises ``ActionError`` if one is not installed."""
         links = self._links[kind]
         files.make_dir(links, DIRECTORY_MODE[kind], self._paths.shared_owner)
         for bundle in bundles:
@@ -229,13 +240,16 @@ class Bundles:
             files.swap_link(path, links / bundle.name)
 
     def _keep_only(self, kind: Kind, bundles: Sequence[Bundle]) -> None:
+        """Remove all installed bundles of ``kind``, except ``bundles``."""
         wanted = {self.path(bundle) for bundle in bundles}
         for path in self._installed[kind].glob("*/*"):
             if path not in wanted and not path.parent.is_symlink() and not files.is_leftover(path.name):
                 self._uninstall(kind, path)
 
     def _uninstall(self, kind: Kind, path: Path) -> None:
-        """Remove the link to a bundle, then rename and remove the bundle."""
+        """Remove the link to a bundle, then rename and remove the bundle. A bundle in an image layer, which cannot be
+        renamed, is removed under its own name.
+        """
         link = self._links[kind] / path.parent.name
         if link.is_symlink() and link.readlink() == path:
             link.unlink()
@@ -251,18 +265,21 @@ class Bundles:
             path.parent.rmdir()
 
     def _remove_strays(self, wanted: Collection[str]) -> None:
+        """Remove everything from the ``packages`` directory except for the names in ``wanted``."""
         for path in self._paths.packages.iterdir():
             if path.name not in wanted:
                 files.remove_tree(path)
 
     def _make_job_dirs(self, names: Iterable[str]) -> None:
-        for path in (above / name for name in names for above in (self._paths.log, self._paths.run, self._paths.data)):
+        """Do the blocking part of :meth:`make_job_dirs`. A link or file at one of the paths is moved away."""
+        for path in (top / name for name in names for top in (self._paths.log, self._paths.run, self._paths.data)):
             if os.path.lexists(path) and (path.is_symlink() or not path.is_dir()):
                 files.move_away(path)  # a link in sys/run would redirect scripts that run as root
             if not os.path.lexists(path):
                 files.make_dir(path, 0o770, self._paths.shared_owner)
 
     def _create(self, bundle: Bundle, path: Path) -> None:
+        """Do the blocking part of :meth:`create`. ``path`` is the bundle's path."""
         if path.exists():
             self._uninstall(bundle.kind, path)
         for directory in (path.parent, path):
@@ -276,9 +293,9 @@ BPM: Final = "bpm"
 
 def install_bpm_wrapper(paths: Paths) -> None:
     """Install the agent's own ``bpm`` at the path that scripts call, even if a release contains bpm."""
-    ours = str(Path(__file__).parents[2])
+    source_root = str(Path(__file__).parents[2])
     # Unlike -m, this command does not import site and runpy, so the program starts twice as fast.
-    code = f"import sys; sys.path.insert(0, {ours!r}); from agent_shim.cli.bpm import main; sys.exit(main())"
+    code = f"import sys; sys.path.insert(0, {source_root!r}); from agent_shim.cli.bpm import main; sys.exit(main())"
     launcher = (
         "#!/bin/sh\n"
         "# agent-shim in place of bpm: a client of the running agent.\n"

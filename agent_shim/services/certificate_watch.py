@@ -31,11 +31,13 @@ bus connection.
 
 
 class CertificateWatch:
-    """Watches certificates. ``ends`` maps their names to their expiry (seconds since 1970) as of the last check."""
+    """Watches certificates. ``ends`` maps their names to their expiry (seconds since 1970), and ``warnings`` are the
+    messages for ``status``, both as of the last check.
+    """
 
     def __init__(self, certificates: Callable[[], Mapping[str, str]], clock: Callable[[], float] = time.time) -> None:  # noqa: TID251 - validity is wall time
-        """``certificates`` returns PEM texts by name. If a text contains several certificates, the latest expiry
-        is used.
+        """``certificates`` returns PEM data by name. If an entry contains several certificates, such as the old and the
+        new CA during a rotation, the latest expiry is used.
         """
         self.ends: dict[str, float] = {}
         self.warnings: list[str] = []
@@ -51,29 +53,29 @@ class CertificateWatch:
     def look(self) -> None:
         """Check the certificates once and log new warnings."""
         now, before = self._clock(), self.warnings
-        lasting = {
+        latest = {
             name: max(found, key=lambda validity: validity.ends)
             for name, pem in self._certificates().items()
             if (found := validities(pem))
         }
-        self.ends = {name: validity.ends for name, validity in lasting.items()}
-        self.warnings = [text for name, validity in lasting.items() if (text := _warning(name, validity, now))]
+        self.ends = {name: validity.ends for name, validity in latest.items()}
+        self.warnings = [text for name, validity in latest.items() if (text := _warning(name, validity, now))]
         for text in self.warnings:
             if text not in before:
                 logger.warning("%s", text)
 
 
 def _warning(name: str, validity: Validity, now: float) -> str:
-    """Return the warning for a certificate, or "". The text stays the same until the certificate has expired, so that
-    the warning is logged only once.
+    """Return the warning for a certificate, or "". The text changes only when the certificate expires, so that the
+    warning is not logged at every check.
     """
     if validity.ends - now > min(WARNING_PERIOD_S, WARNING_SHARE * (validity.ends - validity.begins)):
         return ""
     end = datetime.fromtimestamp(validity.ends, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    what, follows = f"the {name} certificate of the bus", "the agent cannot reconnect to the bus"
+    what, consequence = f"the {name} certificate of the bus", "the agent cannot reconnect to the bus"
     if name == HTTPS:
         what = "the certificate of the HTTPS endpoint"
-        follows = "the bosh CLI refuses it (put another one into the manifest)"
+        consequence = "the bosh CLI refuses it (put another one into the manifest)"
     if validity.ends <= now:
-        return f"{what} expired at {end}: {follows}"
+        return f"{what} expired at {end}: {consequence}"
     return f"{what} expires at {end}: rotate it before then"

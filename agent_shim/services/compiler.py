@@ -1,6 +1,6 @@
 """Compiles a package: unpacks its source, runs its packaging script, and packs and uploads the result.
 
-The environment, logs and error texts match those of the Go agent (agent/compiler/concrete_compiler.go,
+The environment, logs and error messages match those of the Go agent (agent/compiler/concrete_compiler.go,
 compiler_unix.go, agent/cmdrunner/file_logging_cmd_runner.go). There are two differences. A compilation's processes and
 files never outlive it. Compilations are reproducible (the same source results in the same bytes) if they use
 reproducible tools.
@@ -57,7 +57,7 @@ class Package(msgspec.Struct, frozen=True):
 
 class PackagingKeepers(Protocol):
     """The part of ``supervisor.ownership.keepers.Keepers`` that this module needs. Packaging scripts and all processes
-    that they start run under keepers.
+    that they start run under keepers, so all of them can be found and killed.
     """
 
     async def spawn(self, label: str, program: Program, out: Path, err: Path) -> Process: ...
@@ -100,7 +100,9 @@ class Compiler:
         if await asyncio.to_thread((self._directory(package) / "packaging").exists):
             report("running the packaging script")
             await self._run(package, newest)
-        await self.clean()  # before packing, because packing may need the space
+        # Clean up before packing, because processes that are still running could change ``target``, and because packing
+        # may need the space.
+        await self.clean()
         archive = files.sibling(self._paths.tmp / "compiled")
         try:
             headers = dict(package.headers)
@@ -120,12 +122,13 @@ class Compiler:
         """Kill processes that compilations have left running, and remove the source directories. This also cleans up
         after an earlier agent's compilations.
         """
-        if left := await self._keepers.end([LABEL], (), 0.0):
-            logger.warning("processes of a compilation cannot be ended: %s", ", ".join(map(str, left)))
+        if survivors := await self._keepers.end([LABEL], others=(), grace=0.0):
+            logger.warning("processes of a compilation cannot be ended: %s", ", ".join(map(str, survivors)))
         with errors_as("Removing sources"):
             await asyncio.to_thread(self._remove_sources)
 
     async def _fetch(self, package: Package, store: Blobstore) -> protocol.Outcome:
+        """Fetch and unpack the package's source."""
         with errors_as(f"Fetching package {package.name}", ActionError):
             if not package.source.blob_id and not package.source.signed_url:
                 raise ActionError(f"No blobstore reference for package '{package.name}'")
@@ -135,16 +138,18 @@ class Compiler:
                 raise ActionError(done.outcomes[0].error)
             return done.outcomes[0]
 
-    async def _run(self, package: Package, newest: int) -> None:
+    async def _run(self, package: Package, newest_s: int) -> None:
         """Run the package's ``packaging`` script. When it exits, terminate the other processes in its process group.
-        Nothing but the script's output is written to the logs.
+        Raises ``ActionError`` with the end of the script's output if it fails.
+
+        ``newest_s`` is the modification time of the source's newest file in seconds, which tools use as the build time.
         """
         log = self._paths.log / "compilation"
         stdout, stderr = log / "packaging.stdout.log", log / "packaging.stderr.log"
         try:
             await asyncio.to_thread(files.remove_tree, log)
             await asyncio.to_thread(files.make_dir, log, 0o750)
-            argv, env = ["bash", "-x", "packaging"], self._environment(package, newest)
+            argv, env = ["bash", "-x", "packaging"], self._environment(package, newest_s)
             packaging = Program(argv, env, cwd=str(self._directory(package)))
             script = await self._keepers.spawn(LABEL, packaging, stdout, stderr)
             try:
@@ -155,6 +160,7 @@ class Compiler:
         except OSError as exc:
             text = str(exc)
         if text:
+            # The Go agent's error has the same prefix twice.
             raise ActionError(f"Running packaging script: Running packaging script: {text}")
 
     def _environment(self, package: Package, newest: int) -> dict[str, str]:
@@ -178,6 +184,7 @@ class Compiler:
 
 
 def _failure(status: int | None, stdout: Path, stderr: Path) -> str:
+    """Return the error message for a failed packaging script, with the end of its output."""
     return f"Command exited with {status}; {_quote('stdout', stdout)}, {_quote('stderr', stderr)}"
 
 
@@ -192,5 +199,7 @@ def _quote(name: str, path: Path) -> str:
         text = os.pread(file.fileno(), QUOTED_BYTES, max(0, size - QUOTED_BYTES))
     if size <= QUOTED_BYTES:
         return f"{name.capitalize()}: {text.decode(errors='replace')}"
+    # Start at the beginning of a line if one begins in the first quarter. Otherwise, start at least at the beginning of
+    # a character.
     text = text[text.find(b"\n", 0, QUOTED_BYTES // 4) + 1 :]
     return f"Truncated {name}: {text.decode(errors='replace').lstrip(chr(0xFFFD))}"

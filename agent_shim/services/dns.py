@@ -2,9 +2,9 @@
 
 bosh-dns reads ``records.json``, byte for byte as the Director wrote it. ``/etc/hosts`` helps programs that do not use
 bosh-dns. ``records.json`` is written first, and the request succeeds if that works. In a pod, ``/etc/hosts`` may be
-read-only or a mount, but that must not prevent the update of ``records.json``. The agent adds ``localhost`` and the
-host name at boot, with or without a Director, because some CPIs unmount the container runtime's hosts file (the warden
-CPI even after the agent has started), and the file underneath contains neither name.
+read-only or a mount, but that must not prevent the update of ``records.json``. At boot, with or without a
+Director, the agent adds ``localhost`` and the host name. Some CPIs unmount the container runtime's hosts file (the
+warden CPI even after the agent has started), and the file underneath contains neither name.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ class Dns:
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
         self._turn = asyncio.Lock()
+        """Serializes changes to the records and the hosts file."""
         self._forgetting = asyncio.Lock()
+        """Serializes ``forget_neighbours``."""
 
     async def sync(self, version: int, fetch: Callable[[], Awaitable[bytes]], *, agent_id: str) -> None:
         """Update the records to ``version`` or newer. ``fetch`` returns the verified blob; it is called only if the
         stored records are older.
 
-        Raises ``ActionError`` with the texts of agent/action/sync_dns.go, and the errors of ``fetch``.
+        Raises ``ActionError`` with the error messages in agent/action/sync_dns.go, or any error that ``fetch`` raises.
         """
         if await self._has_version(version):
             return
@@ -78,31 +80,31 @@ class Dns:
         return blob is not None
 
     async def forget_neighbours(self, addresses: list[str]) -> None:
-        """Delete the ARP entries for these addresses if the container has permission to do so. Concurrent calls run one
+        """Delete the ARP entries for ``addresses`` if the container has permission to do so. Concurrent calls run one
         after the other.
         """
         async with self._forgetting:
             await network.forget_neighbours(addresses)
 
     async def name_self(self, agent_id: str) -> str | None:
-        """Set the container's host name, and add it and ``localhost`` to the hosts file.
+        """Set the container's host name to the agent id, and add it and ``localhost`` to the hosts file.
 
         Boot step: return the reason if the host name could not be set, or None. Raises ``ActionError``.
         """
-        kept = "the host name is kept, because the base directory is not /var/vcap"
+        reason = "the host name is kept, because the base directory is not /var/vcap"
         async with self._turn:
             if self._paths.is_system:
-                kept = await asyncio.to_thread(hostname.set_host_name, agent_id)
+                reason = await asyncio.to_thread(hostname.set_host_name, agent_id)
             await asyncio.to_thread(self._complete_hosts, agent_id)
-        return kept or None
+        return reason or None
 
     async def keep_names(self, agent_id: Callable[[], str]) -> NoReturn:
         """Whenever the hosts file is replaced, add ``localhost`` and the host name again. Never returns."""
-        known = None
+        completed = None
         while True:
-            found = await asyncio.to_thread(_identity, self._paths.etc / "hosts")
-            if found != known:
-                known = found
+            current = await asyncio.to_thread(_identity, self._paths.etc / "hosts")
+            if current != completed:
+                completed = current
                 try:
                     async with self._turn:
                         await asyncio.to_thread(self._complete_hosts, agent_id())
@@ -114,6 +116,9 @@ class Dns:
         return await asyncio.to_thread(stored_version, self._paths.dns_records) >= version
 
     def _store(self, raw: bytes, version: int, agent_id: str) -> None:
+        """Check and store a blob, and write its records to the hosts file. A failure to write the hosts file is only
+        logged.
+        """
         with errors_as("unmarshalling DNS records", msgspec.DecodeError):
             blob = wire.decode(raw, _Blob)
         if blob.version != version:
@@ -129,7 +134,9 @@ class Dns:
             logger.warning("%s", exc)
 
     def _stored(self) -> _Blob | None:
-        """Return the records from the last ``sync_dns``, or None."""
+        """Return the records from the last ``sync_dns``, or None if there are none. ``restore`` writes them to the
+        hosts file of a new container. Raises ``ActionError`` if the file is damaged.
+        """
         try:
             return wire.decode(files.read(self._paths.dns_records, is_own=True), _Blob)
         except FileNotFoundError:
@@ -138,6 +145,9 @@ class Dns:
             raise ActionError(f"cannot read {self._paths.dns_records}: {exc}") from exc
 
     def _complete_hosts(self, agent_id: str) -> None:
+        """Add ``localhost`` and the host name to the hosts file if one of them is missing. A mounted file is appended
+        to; any other file is replaced.
+        """
         hosts, host_name = self._paths.etc / "hosts", socket.gethostname()
         missing = [name for name in (LOCALHOST, host_name) if not lines_naming(name, hosts)]
         if missing and mounts.is_mount_point(hosts):
@@ -148,18 +158,24 @@ class Dns:
             self._write_hosts(self._stored() or _Blob(), agent_id)
 
     def _write_hosts(self, blob: _Blob, agent_id: str) -> None:
+        """Replace the hosts file with one that contains the blob's records (:func:`hosts_text`)."""
         hosts, host_name = self._paths.etc / "hosts", socket.gethostname()
         what = f"{hosts} holds no names of other instances"
         with errors_as(what, OSError, msgspec.DecodeError, UnicodeDecodeError):
+            # ``records`` can be null, which counts as an empty list.
             records: list[tuple[str, str]] = wire.convert(
                 wire.decode(blob.records, object) or [], list[tuple[str, str]]
             )
             hosts.parent.mkdir(parents=True, exist_ok=True)
+            # If the host name is the agent id, ``hosts_text`` maps it to this machine anyway.
             kept = lines_naming(host_name, hosts) if agent_id != host_name else []
             files.write_atomic(hosts, hosts_text(agent_id, host_name, kept, records).encode(), mode=0o644)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
+    """Return a file's device and inode numbers, which change when the file is replaced, or None if the file is
+    missing.
+    """
     try:
         status = guarded.status(path)
     except OSError:

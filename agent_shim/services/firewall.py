@@ -3,8 +3,8 @@
 This makes a stolen bus certificate useless to a job. There is one rule for each address to which a host in
 ``mbus.urls`` currently resolves (``https`` URLs are ignored). As in the Go agent
 (platform/firewall/nftables_firewall.go), a rule matches the user who sends a packet. The rules are replaced
-periodically, so within a minute they include new addresses, and are restored if something has removed them. A refused
-connection fails immediately, whereas with the Go agent it hangs.
+about once a minute, which adds new addresses and restores rules that something has removed. A refused connection fails
+immediately, whereas with the Go agent it hangs.
 
 The rules must never cut off the agent itself. They would do so if the agent reached the bus through a proxy that
 another user runs, such as the sidecar of a service mesh. The agent therefore tests the rules, and removes them again if
@@ -55,7 +55,7 @@ class Firewall:
 
     ``mbus`` returns the bus addresses in use. ``is_linked`` returns True while the agent is connected to one of them.
     ``is_heard`` waits up to the given number of seconds and returns True if a server sends anything. If ``refusal`` is
-    set, no rules are ever created, and it becomes the obstacle.
+    set, no rules are ever created, and ``obstacle`` is always ``refusal``.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Firewall:
         is_heard: Callable[[float], Awaitable[bool]],
         refusal: str = "",
     ) -> None:
-        self.obstacle = refusal or AWAITED
+        self.obstacle = refusal or AWAITED  # until ``watch`` has set the rules for the first time
         self._mbus = mbus
         self._is_linked = is_linked
         self._is_heard = is_heard
@@ -73,13 +73,16 @@ class Firewall:
         self.due = asyncio.Event()
         """Callers set this event to have the rules replaced immediately, because the bus may have a new address."""
         self._proven: Targets = frozenset()
-        """Addresses for which the agent has verified that it can reach the bus while the rules are in place."""
+        """Addresses at which the agent has been able to reach the bus while the rules were in place."""
         self._proxied: Targets = frozenset()
+        """Addresses that the agent can reach only without the rules. As long as they are the current addresses, no
+        rules are created.
+        """
 
     async def watch(self) -> NoReturn:
         """Maintain the rules forever."""
         while True:
-            self.due.clear()  # before the rules are set, because the address may change in the meantime
+            self.due.clear()  # clear this first, because an address may change while the rules are being set
             if not self._refusal:
                 before = self.obstacle
                 try:
@@ -90,6 +93,7 @@ class Firewall:
             await is_set_within(clock.until_beat(RULES_PERIOD_S), self.due)
 
     def _log_change(self, before: str) -> None:
+        """Log the obstacle if it differs from ``before``. ``NO_BUS`` is not logged, because it is not a problem."""
         if self.obstacle in (before, NO_BUS):
             return
         if self.obstacle:
@@ -108,7 +112,8 @@ class Firewall:
         if targets == self._proxied:
             return PROXIED
         wanted = chains(targets, {0, os.geteuid()})
-        if targets != self._proven:  # wait for a connection, so that a ping can test the rules
+        if targets != self._proven:
+            # Wait until the agent is connected, because the test below needs messages from the server.
             await self._is_heard(HEARD_WITHOUT_RULES_S)
         await nftables.replace(wanted)
         if targets == self._proven and self._is_linked():
@@ -125,13 +130,14 @@ class Firewall:
             await nftables.remove()
             self._proxied = targets
             return PROXIED
-        await nftables.replace(wanted)  # the bus is unreachable even without rules, so they do no harm
+        await nftables.replace(wanted)  # the bus is unreachable without the rules too, so restore them
         return ""
 
 
 def chains(targets: Targets, users: Collection[int]) -> str:
-    """Return rules that allow only ``users`` to send to ``targets``. Packets without a user, which belong to closed
-    connections, may also pass.
+    """Return an nftables chain that allows only ``users`` to send to ``targets``. Packets without a user, which belong
+    to closed connections, are also let through. As in the Go agent, the chain runs just before other programs' filter
+    chains.
     """
     allowed = ", ".join(map(str, sorted(users)))
     rules = "".join(
@@ -153,9 +159,10 @@ async def _addresses(urls: Collection[str]) -> Targets:
             continue
         kind, port = {"type": socket.SOCK_STREAM, "proto": socket.IPPROTO_TCP}, parts.port or NATS_PORT
         with suppress(OSError, ValueError):
-            asked = partial(socket.getaddrinfo, parts.hostname, port, **kind)
+            lookup = partial(socket.getaddrinfo, parts.hostname, port, **kind)
             entries = await blocking.call(
-                f"look up {parts.hostname} for the firewall", asked, timeout=LOOKUP_TIMEOUT_S, is_urgent=True
+                f"look up {parts.hostname} for the firewall", lookup, timeout=LOOKUP_TIMEOUT_S, is_urgent=True
             )
+            # Leave out the zone of a link-local address (``fe80::1%eth0``).
             found |= {(str(entry[4][0]).partition("%")[0], int(entry[4][1])) for entry in entries}
     return frozenset(found)

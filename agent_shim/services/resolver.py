@@ -32,7 +32,7 @@ async def write_servers(servers: Sequence[str]) -> str | None:
     if not wanted:
         return "no servers in the settings"
     if await asyncio.to_thread(_belongs_to_resolved):
-        return await _settle_resolved(wanted)
+        return await _configure_resolved(wanted)
     before = await asyncio.to_thread(files.text, RESOLV_CONF)
     if (after := resolv_conf(before, wanted)) == before:
         return "they are already configured"
@@ -41,10 +41,12 @@ async def write_servers(servers: Sequence[str]) -> str | None:
 
 
 def _belongs_to_resolved() -> bool:
+    """Return True if systemd-resolved is running and maintains resolv.conf."""
     return SYSTEMD.is_dir() and RESOLV_CONF.resolve().is_relative_to("/run/systemd/resolve")
 
 
-async def _settle_resolved(servers: Sequence[str]) -> str | None:
+async def _configure_resolved(servers: Sequence[str]) -> str | None:
+    """Pass ``servers`` to systemd-resolved. Return the reason if nothing was changed, or None."""
     drop_in = f"[Resolve]\nDNS={' '.join(servers)}\n"
     if await asyncio.to_thread(files.text, RESOLVED_DROP_IN) == drop_in:
         return "they are already configured"
@@ -59,7 +61,7 @@ def resolv_conf(before: str, servers: Sequence[str]) -> str:
 
     If the text ``before`` already contains all ``servers``, it is returned unchanged, because a job may have put its
     own server first. Otherwise ``servers`` replace the container runtime's name servers. Search domains and options are
-    kept, and so is a name server that bosh-dns has put first.
+    kept, and so is a name server that bosh-dns put first.
     """
     lines = before.splitlines()
     named = [words[1] for line in lines if len(words := line.split()) > 1 and words[0] == "nameserver"]

@@ -1,7 +1,7 @@
 """Runs job scripts. Lifecycle scripts run in parallel, drain scripts print an integer, and the output of an errand is
 returned to the Director.
 
-Arguments, environment, working directory, niceness and error texts match those of the Go agent (agent/script/,
+Arguments, environment, working directory, niceness and error messages match those of the Go agent (agent/script/,
 agent/action/run_errand.go). Output goes to files, because processes that a script leaves behind would keep a pipe open.
 Times are in seconds.
 """
@@ -80,8 +80,8 @@ def drain_arguments(kind: str, current: ApplySpec, new: ApplySpec | None) -> lis
 
 
 def drain_environment(current: ApplySpec, new: ApplySpec | None) -> dict[str, str]:
-    """Return environment variables with the size in MiB of the current persistent disk and, if there is a new spec, of
-    the disk in the new spec.
+    """Return environment variables for drain scripts. They contain the size of the current persistent disk in MiB and,
+    if there is a new spec, the size of the disk in that spec.
     """
     states = {"BOSH_JOB_STATE": current} | ({_NEXT_STATE: new} if new is not None else {})
     sizes = {name: {"persistent_disk": spec.persistent_disk} for name, spec in states.items()}
@@ -99,9 +99,8 @@ class Scripts:
         *,
         grace: float = GRACE_S,
     ) -> None:
-        """``spawn`` starts a script. Its arguments are the job's name, followed by those of ``process.spawn`` without
-        the working directory, which ``spawn`` chooses itself. A cancelled script gets KILL ``grace`` seconds after
-        TERM.
+        """``spawn`` starts a script. It takes the job's name and the arguments of ``process.spawn`` without the working
+        directory. A cancelled script is sent SIGTERM and, ``grace`` seconds later, SIGKILL.
         """
         self._spawn = spawn
         self._paths = paths
@@ -109,11 +108,11 @@ class Scripts:
         self._grace = grace
 
     async def run_all(self, name: str, jobs: Sequence[str], env: Mapping[str, str]) -> None:
-        """Run ``bin/NAME`` for every job that has it and wait for all, without a timeout.
+        """Run ``bin/NAME`` for every job that has it, and wait without a timeout until all scripts have exited.
 
         Output is appended to the job's logs. If any script fails, raise ``ActionError`` with the last line that each
-        failed script wrote to stderr, or to one of its job's logs if stderr contains only commands traced by ``set
-        -x``.
+        failed script wrote to stderr. If stderr contains only commands traced by ``set -x``, the line is taken from one
+        of the job's other logs.
         """
         last_lines: dict[str, str] = {}
 
@@ -123,7 +122,7 @@ class Scripts:
             before = await asyncio.to_thread(_sizes, log)
             argv, environ = [str(self._script(job, name))], {**self._environ, **env}
             script = await self._spawn(job, argv, env=environ, stdout=out, stderr=err, nice=NICE)
-            status = await self._end(script, asyncio.Event())
+            status = await self._end(script, cancelled=asyncio.Event())  # this event is never set
             if status != 0:
                 logger.warning("%s of job %s failed: exit status %s", name, job, status)
                 last_lines[job] = await asyncio.to_thread(_cause, log, name, before)
@@ -143,7 +142,7 @@ class Scripts:
         new: ApplySpec | None,
         cancelled: asyncio.Event,
     ) -> None:
-        """Run the drain scripts and wait until every job has drained.
+        """Run the drain scripts with ``arguments`` (:func:`drain_arguments`) and wait until every job has drained.
 
         Setting ``cancelled`` terminates the scripts and ends the wait without an error. Raises ``ActionError`` if a
         script does not print a number.
@@ -162,8 +161,9 @@ class Scripts:
     async def _drain_job(
         self, job: str, arguments: Sequence[str], environment: Mapping[str, str], cancelled: asyncio.Event
     ) -> bool:
-        """Drain one job. Return False if the script does not print a number. If it prints a negative number, wait for
-        that many seconds and run the script again (agent/script/drain/concrete_script.go).
+        """Drain one job: run its script, and wait for the number of seconds that the script prints. After a negative
+        number, run the script again when the wait is over (agent/script/drain/concrete_script.go). Return False if the
+        script does not print a number.
         """
         while True:
             answer = await self._ask_drain(job, arguments, environment, cancelled)
@@ -227,14 +227,15 @@ class Scripts:
         return self._paths.jobs / job / "bin" / name
 
     def _log_directory(self, job: str) -> Path:
+        """Return the directory for a job's logs. It is created if it is missing."""
         log = self._paths.log / job
         if not log.is_dir():
             files.make_dir(log, 0o750)
         return log
 
     async def _end(self, script: Process, cancelled: asyncio.Event) -> int | None:
-        """Wait until the script exits, and return its exit code. If ``cancelled`` is set or this task is cancelled,
-        terminate the script's process group.
+        """Wait until the script exits, and return its exit code, or None if it is unknown. If ``cancelled`` is set or
+        this task is cancelled, terminate the script's process group.
         """
         ended = asyncio.ensure_future(script.wait())
         try:
@@ -247,13 +248,14 @@ class Scripts:
 
 
 async def _side_by_side(name: str, jobs: Sequence[str], run: Callable[[str], Awaitable[bool]]) -> None:
-    """Run all jobs' scripts in parallel. The error lists the jobs in the order in which their scripts finished
+    """Call ``run`` for all jobs in parallel. ``run`` executes a job's script and returns True on success. If any script
+    fails, raise an ``ActionError`` that lists the jobs in the order in which their scripts finished
     (agent/script/parallel_script.go).
     """
     passed: list[str] = []
     failed: list[str] = []
 
-    async def one(job: str) -> None:
+    async def run_one(job: str) -> None:
         try:
             (passed if await run(job) else failed).append(job)
         except OSError as exc:
@@ -262,14 +264,15 @@ async def _side_by_side(name: str, jobs: Sequence[str], run: Callable[[str], Awa
 
     async with asyncio.TaskGroup() as group:
         for job in jobs:
-            group.create_task(one(job))
-            await asyncio.sleep(0)  # let other tasks run in between, because starting a process blocks the event loop
+            group.create_task(run_one(job))
+            await asyncio.sleep(0)  # let other tasks run before the next start, which blocks the event loop
     if failed:
         text = f"{len(failed)} of {len(jobs)} {name} scripts failed. Failed Jobs: {', '.join(failed)}."
         raise ActionError(f"{text} Successful Jobs: {', '.join(passed)}." if passed else text)
 
 
 def _size(log: Path) -> int:
+    """Return the size of a log, or 0 if it is missing."""
     try:
         return guarded.status(log).st_size
     except OSError:
@@ -277,9 +280,9 @@ def _size(log: Path) -> int:
 
 
 def _sizes(directory: Path) -> dict[str, int]:
-    """Return the sizes of the logs in a job's log directory by name. Return an empty map if that fails."""
+    """Return the sizes of the logs in a job's log directory, keyed by name, or an empty map if that fails."""
     try:
-        with guarded.held(directory) as held, closing(guarded.open_directory(held, "")) as fd:
+        with guarded.held(directory) as top, closing(guarded.open_directory(top, "")) as fd:
             return {name: _size(directory / name) for name in guarded.names(fd) if name.endswith(".log")}
     except OSError:
         return {}
@@ -295,13 +298,13 @@ def _cause(log: Path, name: str, before: Mapping[str, int]) -> str:
     """
     err, out = f"{name}.stderr.log", f"{name}.stdout.log"
     lines = _lines(log / err, before.get(err, 0))
-    if told := [line for line in lines if not _COMMAND_SHOWN.match(line)]:
-        return told[-1]
+    if messages := [line for line in lines if not _COMMAND_SHOWN.match(line)]:
+        return messages[-1]
     skipped = (err, out, "bpm.log")  # the agent itself writes bpm.log
     others = sorted(each for each, size in _sizes(log).items() if each not in skipped and size != before.get(each, 0))
     for each in [*others, out] if name == "pre-start" else [out, *others]:
-        if told := [line for line in _lines(log / each, before.get(each, 0)) if not _COMMAND_SHOWN.match(line)]:
-            return f"{each}: {told[-1]}"[:_MAX_LINE_CHARS]
+        if messages := [line for line in _lines(log / each, before.get(each, 0)) if not _COMMAND_SHOWN.match(line)]:
+            return f"{each}: {messages[-1]}"[:_MAX_LINE_CHARS]
     return lines[-1] if lines else ""
 
 
@@ -310,7 +313,9 @@ def _lines(log: Path, begin: int) -> list[str]:
     try:
         with closing(guarded.open_file(log)) as file:
             size = os.fstat(file).st_size
-            start = max(begin if begin <= size else 0, size - _MAX_LINE_BYTES)
+            if begin > size:  # the log has been truncated since
+                begin = 0
+            start = max(begin, size - _MAX_LINE_BYTES)
             written = os.pread(file, _MAX_LINE_BYTES, start).decode(errors="replace").split("\n")
     except OSError:
         return []
@@ -318,28 +323,28 @@ def _lines(log: Path, begin: int) -> list[str]:
 
 
 def _outputs_for_reply(stdout: Path, stderr: Path) -> tuple[str, str, list[Path]]:
-    """Return stdout and stderr, shortened so that they fit into a reply, and the paths of the files that were
-    shortened.
+    """Return stdout and stderr, shortened if necessary to fit into a reply, and the paths of the shortened files.
+    stderr may take up half of the space, and stdout the rest.
     """
     errors = shown(stderr, MAX_OUTPUT_BYTES // 2)
-    output = shown(stdout, MAX_OUTPUT_BYTES - _encoded(errors[0]))
+    output = shown(stdout, MAX_OUTPUT_BYTES - _encoded_size(errors[0]))
     return output[0], errors[0], [path for path, (_, is_cut) in ((stdout, output), (stderr, errors)) if is_cut]
 
 
 def shown(path: Path, limit: int) -> tuple[str, bool]:
-    """Return the text of a file, shortened in the middle to at most ``limit`` bytes as JSON, and whether it was
-    shortened.
+    """Return a file's text, and whether it was shortened. If the text would take up more than ``limit`` bytes as JSON,
+    its middle is left out.
     """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         keep = min(size, limit)
         while True:
             text = _head_and_tail(file.fileno(), size, keep, path)
-            taken = _encoded(text)
+            taken = _encoded_size(text)
             if taken <= limit or keep == 0:
                 return text, keep < size
-            # Escapes make the JSON longer than the text. Shrink the text in proportion, but always by at least one
-            # byte.
+            # Escapes make the JSON longer than the text. Shrink the text in proportion and by another 0.1%, so that few
+            # attempts are needed, but always by at least one byte.
             keep = max(0, min(keep - 1, keep * limit // taken - len(text) // 1000))
 
 
@@ -355,5 +360,6 @@ def _head_and_tail(file: int, size: int, keep: int, path: Path) -> str:
     return head.decode(errors="replace") + note + tail.decode(errors="replace")
 
 
-def _encoded(text: str) -> int:
+def _encoded_size(text: str) -> int:
+    """Return the size of the text in bytes when it is encoded as JSON, as in a reply."""
     return len(msgspec.json.encode(text))

@@ -1,11 +1,11 @@
-"""Finds the settings on disk, waits for them, reloads and caches them.
+"""Finds the settings on disk, waiting for them if necessary, and reloads and caches them.
 
 The sources are the files that agent.json names, in the order given there, and then ``settings.json``, which is a copy
 of the last valid document. Values in ``update_settings.json`` override those of every source (settings/service.go in
-the Go agent). If no source is valid, the store waits, because a CPI may not write the files until the container has
+the Go agent). If no source is valid, the store waits, because some CPIs write the files only after the container has
 started. An error is logged only once.
 
-The store also keeps the bus credentials from before the last rotation, in case the current ones are refused after a
+The store also keeps the bus credentials from before the last rotation, in case the current ones are rejected after a
 restart.
 """
 
@@ -35,6 +35,8 @@ IDLE_POLL_FACTOR: Final = 20
 class SettingsStore:
     """Loads the settings and stores updates to them (``update_settings``). ``current`` returns the settings that were
     last loaded or updated.
+
+    ``look`` is the poll interval in seconds. Settings without a bus address are rejected if ``needs_bus`` is set.
     """
 
     def __init__(self, paths: Paths, sources: Sequence[Path], *, look: float = POLL_S, needs_bus: bool = True) -> None:
@@ -44,8 +46,11 @@ class SettingsStore:
         self._needs_bus = needs_bus
         self._current: settings.Effective | None = None
         self._former: settings.Mbus | None = None
+        """The credentials from before the last rotation."""
         self._said = ""
+        """The last message that was logged by ``_say``."""
         self._ignored: list[str] = []
+        """Invalid members of the settings that have already been reported."""
         self._turn = asyncio.Lock()
         """Serializes reads and writes of the files, so that ``current`` is always the result of the last operation."""
 
@@ -80,7 +85,9 @@ class SettingsStore:
             return found
 
     def merged(self, news: settings.UpdateSettings) -> settings.Effective:
-        """Return the settings that would result if ``news`` were stored by ``update_settings``."""
+        """Return the settings that would result from storing ``news``. ``update_settings`` uses this to test new
+        credentials before it stores them.
+        """
         return settings.Effective(self.current.source, self.current.update.merged(news))
 
     async def save_update(self, update: settings.UpdateSettings) -> None:
@@ -104,7 +111,7 @@ class SettingsStore:
 
     def other_mbus(self, refused: settings.Mbus) -> settings.Mbus:
         """Return the credentials to try after ``refused``. They are tried in this order: the current ones, the former
-        ones, the CPI's, and then the current ones again.
+        ones, the CPI's, those from ``update_settings``, and then the current ones again.
 
         A restart during a rotation, a CPI that recreated the container, or a restored bus can make any of these stale.
         """
@@ -113,9 +120,9 @@ class SettingsStore:
         return known[(known.index(refused) + 1) % len(known)] if refused in known else present
 
     async def watch(self, changed: Callable[[settings.Effective], Awaitable[None]]) -> None:
-        """Watch the files forever and call ``changed`` when the settings differ."""
+        """Poll the settings files forever, and call ``changed`` with the new settings whenever they change."""
         seen = self._stamps()
-        told = self._current
+        reported = self._current
         while True:
             await asyncio.sleep(clock.until_beat(IDLE_POLL_FACTOR * self._look))
             stamps = self._stamps()
@@ -130,14 +137,15 @@ class SettingsStore:
                 seen = stamps
             # Compare with the last reported settings, because an action may already have loaded the change without
             # reporting it.
-            if found != told:
+            if found != reported:
                 logger.info("the settings have changed")
-                told = found
+                reported = found
                 await changed(found)
 
     def _stamps(self) -> list[tuple[int, int, int] | None]:
+        """Return the versions of the watched files."""
         # Make these stat calls in the event loop, where they take only about 10 µs. Starting a thread for each poll
-        # took a quarter of an idle agent's CPU time.
+        # would take up a quarter of an idle agent's CPU time.
         return [files.version(path) for path in (*self._sources, self._paths.update_settings)]
 
     def _read_source(self) -> tuple[settings.Settings, bytes, Path]:
@@ -162,6 +170,7 @@ class SettingsStore:
         raise problem or SettingsError(f"cannot read settings from {', '.join(map(str, self._sources))}: no such file")
 
     def _read_update(self) -> settings.UpdateSettings:
+        """Load the stored update. If the file is unreadable, return the update that was last read."""
         path = self._paths.update_settings
         try:
             return settings.parse_update(files.read(path, is_own=True), origin=str(path))
@@ -174,14 +183,17 @@ class SettingsStore:
             return self._current.update if self._current else settings.UpdateSettings()
 
     async def _keep(self, raw: bytes) -> None:
-        """Cache the document in case its source is unavailable later. The settings are used even if this fails."""
+        """Cache the document in case its source is unavailable later. A failure to do so is only logged."""
         try:
+            # The first copy after a start is written even if the content has not changed, so that it gets the right
+            # mode.
             path, is_known = files.behind(self._paths.settings_cache), self._current is not None
             await asyncio.to_thread(files.write_atomic, path, raw, mode=0o600, if_changed=is_known)
         except OSError as exc:
             self._say(logging.WARNING, f"cannot keep a copy of the settings in {self._paths.settings_cache}: {exc}")
 
     def _say(self, level: int, text: str) -> None:
+        """Log a message unless it is the same as the previous one."""
         if text != self._said:
             self._said = text
             logger.log(level, "%s", text)

@@ -1,4 +1,6 @@
-"""Stores the apply spec in ``spec.json``, written atomically (agent/applier/applyspec/concrete_v1_service.go)."""
+"""Stores the apply spec in ``spec.json``, which is written atomically
+(agent/applier/applyspec/concrete_v1_service.go).
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,8 @@ class SpecStore:
     def write_instance_files(self) -> None:
         """Write ``id``, ``az``, ``name`` and ``deployment`` below ``instance`` (agent/action/apply.go). Blocks.
 
-        The files are world-readable, have no newline at the end, and are empty if the spec lacks the value. A file
-        whose content has not changed is not written.
+        The files are world-readable, have no newline at the end, and are empty if the spec does not contain the value.
+        A file whose content has not changed is not written.
         """
         files.make_dir(self._paths.instance, 0o755)
         for name in ("id", "az", "name", "deployment"):

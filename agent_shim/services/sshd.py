@@ -1,7 +1,7 @@
-"""The ssh server for ``bosh ssh``. If the container has none, the agent runs one for as long as it is needed.
+"""Provides the ssh server for ``bosh ssh``. If the container has none, the agent runs one for as long as it is needed.
 
 The same rules apply as on a stemcell (bosh-linux-stemcell-builder stages/base_ssh): members of ``bosh_sshers`` can log
-in, but only with a key, and root cannot log in. The server is recognised by its command line, not its pid, so that a
+in, but only with a key, and root cannot log in. The server is recognized by its command line, not its pid, so that a
 restarted agent can stop its predecessor's server.
 """
 
@@ -33,6 +33,7 @@ _PRIVILEGE_SEPARATION: Final = Path("/run/sshd")
 is empty in a new container.
 """
 _OURS: Final = re.compile(r"(sshd: |\S*/sshd )")
+"""Beginning of a server's command line. A running sshd puts ``sshd: `` in front of it."""
 
 CONFIG: Final = """\
 Port {port}
@@ -87,16 +88,17 @@ class Sshd:
                     await self._start()
 
     async def _is_served(self) -> bool:
-        """Return True if a server listens. Raises ``HostError`` if the listener belongs to a user other than root,
-        because a job may have bound the port first.
+        """Return True if a server is listening. Raises ``HostError`` if the listener belongs neither to root nor to the
+        agent's user, because a job may have bound the port first.
         """
         users = await asyncio.to_thread(network.listeners, self._port)
-        if strangers := users - {0, os.geteuid()}:
-            whose = f"a process of user {min(strangers)}"
+        if others := users - {0, os.geteuid()}:
+            whose = f"a process of user {min(others)}"
             raise HostError(f"port {self._port} is in use by {whose}, which is not sshd; stop it")
         return bool(users)
 
     async def _start(self) -> None:
+        """Start the server and wait until it is listening. Raises ``HostError``."""
         program = shutil.which("sshd", path=command.ENVIRONMENT["PATH"])
         if program is None:
             raise HostError(f"nothing listens on port {self._port}, and sshd (package openssh-server) is not installed")
@@ -106,7 +108,7 @@ class Sshd:
         await asyncio.to_thread(files.make_dir, _PRIVILEGE_SEPARATION, 0o755)
         config = CONFIG.format(port=self._port, key=self._key).encode()
         await asyncio.to_thread(files.write_atomic, self._config, config, mode=0o600)
-        begin = await asyncio.to_thread(self._log_size)
+        log_start = await asyncio.to_thread(self._truncate_log)
         argv = [program, "-D", "-e", "-f", str(self._config)]
         server = process.spawn(argv, env=command.ENVIRONMENT, stdout=self._log, stderr=self._log)
         try:
@@ -114,8 +116,8 @@ class Sshd:
                 while not await self._is_served():
                     if not server.is_alive:
                         status = await server.wait()
-                        said = files.read(self._log, is_own=True)[begin:].decode(errors="replace")
-                        raise HostError(f"it ended with code {status}: {' '.join(said.split())[-500:]}")
+                        output = files.read(self._log, is_own=True)[log_start:].decode(errors="replace")
+                        raise HostError(f"it ended with code {status}: {' '.join(output.split())[-500:]}")
                     await asyncio.sleep(POLL_S)
         except HostError:
             await server.terminate(GRACE_S)
@@ -125,8 +127,8 @@ class Sshd:
             raise HostError(f"it does not listen on port {self._port} after {LISTEN_TIMEOUT_S:.0f} seconds") from None
 
     async def _have_host_key(self) -> Path:
-        """Return the path of the public key. If one of the two keys is missing, generate it. Both have to exist,
-        because sshd does not start without the private key.
+        """Return the path of the public key. Missing keys are created first (:func:`_make_host_key`), because sshd does
+        not start without a private key.
         """
         public = self._key.with_suffix(".pub")
         if not await asyncio.to_thread(lambda: self._key.exists() and public.exists()):
@@ -134,14 +136,15 @@ class Sshd:
         return public
 
     async def _stop(self) -> None:
+        """Stop every server that was started with the agent's configuration file."""
         lines = await asyncio.to_thread(lambda: proc.command_lines(proc.table().keys()))
         for pid, line in lines.items():
             is_ours = _OURS.match(line) and str(self._config) in line and proc.user(pid) == os.geteuid()
             if is_ours and (server := process.adopt(pid)) is not None:
                 await server.terminate(GRACE_S)
 
-    def _log_size(self) -> int:
-        """Truncate the log if it is larger than ``MAX_LOG_BYTES``. Return its size in bytes."""
+    def _truncate_log(self) -> int:
+        """Truncate the log if it is larger than ``MAX_LOG_BYTES``. Return the offset at which new output will begin."""
         size = self._log.stat().st_size if self._log.exists() else 0
         if size > MAX_LOG_BYTES:
             os.truncate(self._log, 0)
@@ -150,8 +153,8 @@ class Sshd:
 
 
 async def _make_host_key(private: Path, public: Path) -> None:
-    """Derive the public key from an existing private key. If there is no private key that sshd could use, generate
-    both.
+    """Derive the public key from an existing private key. If there is no private key that sshd could use, generate both
+    keys.
     """
     try:
         derived = await command.run("ssh-keygen", "-y", "-P", "", "-f", str(private))
@@ -159,7 +162,7 @@ async def _make_host_key(private: Path, public: Path) -> None:
     except HostError:
         await asyncio.to_thread(files.make_dir, private.parent, 0o755)
         with tempfile.TemporaryDirectory(dir=private.parent) as scratch:
-            made = Path(scratch, "key")
-            await command.run("ssh-keygen", "-q", "-t", "rsa", "-b", "3072", "-N", "", "-C", "", "-f", str(made))
-            await asyncio.to_thread(made.replace, private)
-            await asyncio.to_thread(made.with_suffix(".pub").replace, public)
+            new_key = Path(scratch, "key")
+            await command.run("ssh-keygen", "-q", "-t", "rsa", "-b", "3072", "-N", "", "-C", "", "-f", str(new_key))
+            await asyncio.to_thread(new_key.replace, private)
+            await asyncio.to_thread(new_key.with_suffix(".pub").replace, public)

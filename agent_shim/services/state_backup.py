@@ -1,9 +1,9 @@
 """Maintains a backup of the agent's own state, which outlives the root file system and is restored on a new one.
 
 A container that is restarted in place has a new root file system but the old ``data``. Without a backup,
-``/var/vcap/bosh`` would be lost, including the bus credentials. Its files are therefore copied to ``data/bosh`` before
-the Director gets the reply to an action. One stamp on the root file system and another in the backup show whether the
-two belong together.
+``/var/vcap/bosh`` would be lost, including the bus credentials. The agent therefore copies its files to ``data/bosh``
+before the Director gets the reply to an action. One stamp on the root file system and another in the backup show
+whether the two belong together.
 
 | root file system | backup | action |
 |---|---|---|
@@ -17,7 +17,8 @@ two belong together.
 If a stamp is missing or damaged, other evidence is used. The container is still the same one if a job process is alive
 in it, or if the remaining stamp names the current pid namespace and the root file system contains state. A backup
 without a usable stamp belongs to this agent if the container is the same, or if this agent was the last one to hold the
-volume's lease (``volume_lease``).
+volume's lease (``volume_lease``). If there is no stamp at all, it also belongs to this agent if the last holder is
+unknown.
 
 A damaged file never replaces its intact copy, but is restored from it. A missing file is restored too, except for files
 that agents also delete on purpose.
@@ -47,7 +48,7 @@ from agent_shim.host import clock, files, proc
 logger = logging.getLogger(__name__)
 
 SCHEMA: Final = 1
-"""Version of the set of state files as a whole. It is increased whenever an older agent would misread a file that a new
+"""Format version of all state files together. It is increased whenever an older agent would misread a file that a new
 agent writes.
 """
 STAMP: Final = "agent_shim.json"
@@ -117,12 +118,18 @@ class StateBackup:
         self._paths = paths
         self._files = backup_files(paths)
         self._copied: dict[Path, tuple[int, int, int] | None] = {}
+        """The version of each file when it was last copied; None if the file was missing then."""
         self._stamp: Stamp | None = None
+        """The stamp to write to both places; None until ``recover`` has finished."""
         self._former = ""
+        """The id of the agent that has used this root file system, or "" if unknown."""
         self._is_same_container: bool | None = None
+        """True if this is the container in which the backup was made; None if there is no backup."""
         self._former_holder = ""
+        """The id of the agent that held the volume before, or "" if unknown."""
         self._writing = asyncio.Lock()
         self._logged = ""
+        """The last error that was logged by ``_say``."""
         self._are_stamps_due = False
         """True if a stamp could not be written and has to be written later."""
         self.root_is_new = False
@@ -136,11 +143,12 @@ class StateBackup:
     # --- a new agent --------------------------------------------------------------------------------------------------
 
     def begin(self, jobs_live: Callable[[], bool] = lambda: False, former_holder: str = "") -> None:
-        """If this is a new container, clear the run directory that its predecessor used. Blocks on disk I/O.
+        """Find out whether this is a new container, which ``recover`` needs to know. If it is, clear the run directory
+        that its predecessor used. Blocks on disk I/O.
 
-        ``jobs_live`` returns True if a job process is alive in this container. ``former_holder`` is the agent that held
-        the volume before. Raises ``BootError`` if the state was written by a newer version. Without a backup, the agent
-        cannot know whether the container is new, so nothing is cleared.
+        ``jobs_live`` returns True if a job process is alive in this container. ``former_holder`` is the id of the
+        agent that held the volume before. Raises ``BootError`` if the state was written by a newer version. Without a
+        backup, the agent cannot know whether the container is new, so nothing is cleared.
         """
         here, copy = _read(self._paths.stamp), _read(self._copy_stamp)
         for stamp in (here, copy):
@@ -158,23 +166,30 @@ class StateBackup:
             _empty(self._paths.run)
 
     def _is_continued(self, here: Stamp, copy: Stamp) -> bool:
-        now = proc.incarnation()
+        """Return True if this is still the container in which the stamps were written. ``here`` is the stamp of the
+        root file system, and ``copy`` is the stamp of the backup.
+        """
+        incarnation = proc.incarnation()
         if here.lineage and copy.lineage:
-            return here.lineage == copy.lineage and now in ("", here.incarnation, copy.incarnation)
+            return here.lineage == copy.lineage and incarnation in ("", here.incarnation, copy.incarnation)
         if here.agent_id and not here.lineage:
-            return False  # an earlier agent was killed while restoring this root file system
+            # An earlier agent was killed while restoring this root file system.
+            return False
         # The pid namespace alone does not identify the container, because a new container may share its pod's pid
-        # namespace. However, the root file system of a new container contains no state.
+        # namespace. However, the root file system of a new container contains no state, except for the
+        # ``update_settings.json`` that the Docker CPI copies into it.
         is_root_used = here.lineage != "" or any(
             file.path.exists() for file in self._files if file.path != self._paths.update_settings
         )
-        return is_root_used and now in {here.incarnation, copy.incarnation} - {""}
+        return is_root_used and incarnation in {here.incarnation, copy.incarnation} - {""}
 
     def _has_copies(self) -> bool:
+        """Return True if the volume contains any backup, even one without a stamp."""
         return self._paths.supervisor_state.exists() or any(self._copy_of(file).exists() for file in self._files)
 
     async def recover(self, agent_id: str) -> None:
-        """Restore this agent's backup if the root file system is new, and keep the backup up to date from now on.
+        """Restore this agent's backup if the root file system is new, and update the backup. From then on, ``update``
+        keeps it up to date.
 
         Raises ``BootError`` on failure, because without its state, the agent would have a different identity.
         """
@@ -184,6 +199,9 @@ class StateBackup:
             raise BootError(f"cannot restore the state of this agent: {exc}") from exc
 
     def _recover(self, agent_id: str) -> None:
+        """Set aside the files of other agents, restore the backup on a new root file system, and write both stamps (see
+        the module's table).
+        """
         here, copy = _read(self._paths.stamp) or NOTHING, _read(self._copy_stamp)
         if self._former not in ("", agent_id):
             aside = self._paths.bosh / SET_ASIDE / _plain(self._former)
@@ -192,7 +210,9 @@ class StateBackup:
             here = NOTHING
         is_ours = copy is not None and copy.agent_id == agent_id
         if (copy is None or not copy.agent_id) and self._has_copies():
-            owners = (agent_id,) if copy is not None else (agent_id, "")  # a damaged stamp does not name its owner
+            # The backup has no usable stamp. If the stamp is damaged, it may have been another agent's, so this agent
+            # must have been the last holder. If there is no stamp, the last holder may also be unknown.
+            owners = (agent_id,) if copy is not None else (agent_id, "")
             is_ours = bool(self._is_same_container) or self._former_holder in owners
             copy = Stamp(SCHEMA, agent_id, "") if is_ours else copy or NOTHING
         if copy is not None and not is_ours:
@@ -202,20 +222,21 @@ class StateBackup:
             copy = None
         is_same_root = here.lineage == copy.lineage != "" if copy is not None else here.lineage != ""
         if copy is not None and self._is_same_container and self._former in ("", agent_id):
-            is_same_root = True
-        known = here if here.lineage else copy or here
+            is_same_root = True  # even if a stamp is missing or damaged
+        former = here if here.lineage else copy or here
         lineage = (copy.lineage if copy is not None else "") or here.lineage or secrets.token_hex(8)
-        ours = Stamp(SCHEMA, agent_id, lineage, proc.incarnation(), known.is_prepared)
+        stamp = Stamp(SCHEMA, agent_id, lineage, proc.incarnation(), former.is_prepared)
         if copy is not None:
             if not is_same_root:
+                # An empty lineage shows that this root file system is being restored.
                 files.write_atomic(self._paths.stamp, msgspec.json.encode(Stamp(SCHEMA, agent_id, "")), mode=0o600)
             self._restore(is_root_new=not is_same_root)
             if not is_same_root:
                 self.root_is_new = True
-                ours = msgspec.structs.replace(ours, is_prepared=False)
+                stamp = msgspec.structs.replace(stamp, is_prepared=False)
         # Writing the stamp completes the restore. If the agent is killed before that, the next agent restores the
         # backup again.
-        self._stamp = ours
+        self._stamp = stamp
         self._update()
 
     def _restore(self, *, is_root_new: bool) -> None:
@@ -223,6 +244,7 @@ class StateBackup:
         delete on purpose, and a failed write raises ``OSError`` instead of being logged.
         """
         for file in self._files:
+            # A link leads to a tmpfs, whose content is never in the backup.
             if file.path.is_symlink() or not self._is_lost(file, is_root_new=is_root_new):
                 continue
             try:
@@ -243,6 +265,9 @@ class StateBackup:
 
     @staticmethod
     def _is_lost(file: BackedUpFile, *, is_root_new: bool) -> bool:
+        """Return True if a file is damaged or lost. A missing file counts as lost if the root file system is new, or if
+        agents never delete the file.
+        """
         try:
             return not file.is_whole(files.read(file.path, is_own=True))
         except FileNotFoundError:
@@ -250,8 +275,9 @@ class StateBackup:
         except OSError:
             return True
 
-    def _move(self, found: Iterable[Path], aside: Path, whose: str) -> None:
-        for path in found:
+    def _move(self, paths: Iterable[Path], aside: Path, whose: str) -> None:
+        """Move the ``paths`` that exist to the directory ``aside``. ``whose`` is the id of the agent that owns them."""
+        for path in paths:
             if path.exists():
                 files.make_dir(aside, 0o700)
                 shutil.move(path, aside / path.name)
@@ -261,11 +287,15 @@ class StateBackup:
 
     @property
     def is_prepared(self) -> bool:
-        """True if the current jobs' pre-start scripts have run on this root file system."""
+        """True if the current jobs' pre-start scripts have run on this root file system. Otherwise, job recovery runs
+        them before it starts the jobs. Also True before ``recover`` has finished.
+        """
         return self._stamp is None or self._stamp.is_prepared
 
     async def prepared(self) -> None:
-        """Record that the pre-start scripts have run on this root file system."""
+        """Record that the pre-start scripts have run on this root file system, so that job recovery does not run them
+        again.
+        """
         if self._stamp is not None and not self._stamp.is_prepared:
             self._stamp = msgspec.structs.replace(self._stamp, is_prepared=True)
             await asyncio.to_thread(self._write_stamps)
@@ -278,18 +308,21 @@ class StateBackup:
             return
         async with self._writing:
             # Make these stat calls in the event loop, because starting a thread would take longer.
+            # The default () differs from every version, so a file that has not been copied yet counts as changed.
             is_changed = any(files.version(file.path) != self._copied.get(file.path, ()) for file in self._files)
             if is_changed or self._are_stamps_due:
                 await asyncio.to_thread(self._update)
 
     async def watch(self) -> NoReturn:
-        """Copy files that were changed outside actions or that could not be copied before. Never returns."""
+        """Copy files that changed outside of actions, or whose last copy failed. Never returns."""
         while True:
             await asyncio.sleep(clock.until_beat(POLL_S))
             await self.update()
 
     def _update(self) -> None:
-        """Update the copies of changed files. A copy that already has the same content is not written."""
+        """Write the stamps, and update the copies of changed files. A copy that already has the same content is not
+        written.
+        """
         self._write_stamps()
         for file in self._files:
             if (seen := files.version(file.path)) == self._copied.get(file.path, ()):
@@ -329,6 +362,7 @@ class StateBackup:
                     self.unwritable = str(exc)
 
     def _say(self, text: str) -> None:
+        """Log an error unless it is the same as the previous one."""
         if text != self._logged:
             self._logged = text
             logger.error("%s", text)

@@ -1,8 +1,8 @@
 """Installs the trusted certificates from the Director on this machine, in addition to those in its image.
 
 The paths, the command and the limits match those of the Go agent (platform/cert/cert_manager.go). There are two
-differences. The command, ``update-ca-certificates``, takes a second, so it runs only after a change. If a new container
-lacks the certificates, they are installed again.
+differences. The command, ``update-ca-certificates``, takes a second, so it runs only after a change. If the
+certificates are missing in a new container, they are installed again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class TrustedCas:
         self._turn = asyncio.Lock()
 
     async def install(self, bundle: str, *, tries: int = TRIES) -> str | None:
-        """Trust exactly the CAs in ``bundle`` (concatenated PEM), in addition to those in the image.
+        """Trust the CAs in ``bundle`` (concatenated PEM) and those in the image, but no others.
+
+        If ``update-ca-certificates`` fails, it is run again, up to ``tries`` times in total.
 
         Return the reason if nothing is installed, or None. Raises ``ActionError``.
         """
@@ -82,7 +84,7 @@ def _write(wanted: Mapping[str, str]) -> bool:
         return False
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     with suppress(OSError):  # if this fails, writing the certificate files below reports the error
-        PENDING.touch()
+        PENDING.touch()  # so that the next agent runs the command if this one is killed first
     for name, pem in new.items():
         files.write_atomic(DIRECTORY / name, pem.encode())
     for path in old:
@@ -97,9 +99,9 @@ def _holds(path: Path, text: str) -> bool:
 def _is_stale(wanted: Mapping[str, str]) -> bool:
     """Return True if the last run of ``update-ca-certificates`` did not produce the certificates in ``wanted``.
 
-    This is recognised by the content of the bundle, and by the links that the command creates next to the bundle, one
-    for each CA. Modification times cannot be used, because in an image, the certificate directories may be newer than
-    the bundle although it is up to date.
+    The result is checked using the content of the bundle, and the links that the command creates next to the bundle,
+    one for each CA. Modification times cannot be used, because the certificate directories in an image may be newer
+    than a bundle that is up to date.
     """
     linked = {path.stem for path in TRUSTED.parent.glob(f"{_OURS}*.pem")}
     if PENDING.exists() or linked != {Path(name).stem for name in wanted}:
@@ -114,11 +116,12 @@ def _is_stale(wanted: Mapping[str, str]) -> bool:
 
 
 async def _update(tries: int) -> None:
-    for left in reversed(range(tries)):
+    """Run ``update-ca-certificates``. If it fails, try again, up to ``tries`` times in total."""
+    for tries_left in reversed(range(tries)):
         try:
             await command.run("/usr/sbin/update-ca-certificates", "-f", timeout=UPDATE_TIMEOUT_S, grace=GRACE_S)
             return
         except HostError as exc:
-            if not left:
+            if not tries_left:
                 raise ActionError(f"Updating certificates with retries: {exc}") from exc
-            logger.warning("%s; %d more tries", exc, left)
+            logger.warning("%s; %d more tries", exc, tries_left)

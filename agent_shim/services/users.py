@@ -25,7 +25,8 @@ from agent_shim.host import command, files, guarded, proc, process
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "bosh_"
-"""Name prefix of users that may be removed. The Director uses it for all users that it creates."""
+"""Prefix of the names of users that the agent is allowed to remove. The Director uses it for all users that it creates.
+"""
 GROUPS: Final = "vcap,admin,bosh_sudoers,bosh_sshers"
 NO_PASSWORD: Final = "*"  # noqa: S105 - locks the password
 """Stored in place of a password hash, so that no password matches."""
@@ -83,6 +84,7 @@ class Users:
                 with errors_as("Setting ssh public key"):
                     await self._authorize(user, self._paths.ssh_home / user, public_key)
             except BaseException:
+                # Remove the user if it was created above. This also happens if the task is cancelled.
                 if user not in known and user in self.made():
                     with contextlib.suppress(HostError):
                         await remove(user)
@@ -93,13 +95,13 @@ class Users:
         not begin with ``bosh_`` are never removed. Return the names of the removed users.
         """
         async with self._turn:
-            ours = self.made() if self._paths.is_system else []
+            created = self.made() if self._paths.is_system else []
             with errors_as("SSH Cleanup: Deleting Ephemeral Users", OSError, re.error):
                 pattern = re.compile(user_regex, re.ASCII)
-                doomed = [user for user in ours if user.startswith(PREFIX) and pattern.search(user)]
-                for user in doomed:
+                matching = [user for user in created if user.startswith(PREFIX) and pattern.search(user)]
+                for user in matching:
                     await remove(user)
-        return doomed
+        return matching
 
     async def authorize_vcap(self, keys: Sequence[str]) -> None:
         """Replace vcap's authorized keys with ``keys``."""
@@ -116,8 +118,8 @@ class Users:
         users = ["vcap"] if keep_root else ["root", "vcap"]
         async with self._turn:
             with errors_as(f"cannot set the password of {' and '.join(users)}"):
-                if hashed == NO_PASSWORD and not await asyncio.to_thread(self._with_password, users):
-                    return
+                if hashed == NO_PASSWORD and not await asyncio.to_thread(self._has_password, users):
+                    return  # no password to remove
                 await command.run("chpasswd", "-e", given="".join(f"{user}:{hashed}\n" for user in users))
 
     async def _create(self, user: str, known: Sequence[str]) -> None:
@@ -134,6 +136,7 @@ class Users:
         env = command.ENVIRONMENT | {"HOME": str(home)}
         become = []
         if os.geteuid() == 0:
+            # The gid of the user's primary group. There is none if the user is not in /etc/passwd.
             groups = [row[3] for row in self._accounts() if row[0] == user]
             become = [
                 process.SETPRIV,
@@ -144,8 +147,8 @@ class Users:
         replace = ["/bin/sh", "-c", _REPLACE_KEYS]
         await command.run(*replace, given=keys, through=become, env=env, timeout=KEYS_TIMEOUT_S)
 
-    def _with_password(self, users: Sequence[str]) -> bool:
-        """Return True if any of these users has a usable password."""
+    def _has_password(self, users: Sequence[str]) -> bool:
+        """Return True if at least one of ``users`` has a usable password."""
         rows = [line.split(":") for line in (self._paths.etc / "shadow").read_text(errors="replace").splitlines()]
         return any(row[0] in users and not row[1].startswith(("*", "!")) for row in rows if len(row) > 1)
 
@@ -157,6 +160,7 @@ class Users:
         return [row[0] for row in self._accounts() if row[0].startswith(PREFIX) or row[5:6] == [f"{homes}/{row[0]}"]]
 
     def _accounts(self) -> list[list[str]]:
+        """Return the fields of each line in ``/etc/passwd``: name, password, uid, gid, comment, home, shell."""
         return [line.split(":") for line in (self._paths.etc / "passwd").read_text(errors="replace").splitlines()]
 
 
@@ -184,6 +188,7 @@ async def _end_processes(account: pwd.struct_passwd) -> None:
     if not proc.has_our_root(1):
         logger.warning("processes of %s may continue: the container shares the pids of the host", account.pw_name)
         return
+    # With an unused uid as its real and saved uid, the script cannot be killed by the account's processes.
     unused = await asyncio.to_thread(_unused_uid, account.pw_uid)
     await command.run(sys.executable, "-I", "-S", "-c", _KILL_ALL, str(account.pw_uid), str(unused))
     try:
@@ -196,23 +201,25 @@ async def _end_processes(account: pwd.struct_passwd) -> None:
 
 
 def _unused_uid(below: int) -> int:
-    """Return the highest uid less than ``below`` that has neither an account nor a process. Blocks."""
+    """Return the highest uid less than ``below`` that has neither an account nor a process. A higher uid may have no
+    mapping in a user namespace. Blocks.
+    """
     used = {entry.pw_uid for entry in pwd.getpwall()} | {proc.user(pid) for pid in proc.table()}
     return next(number for number in range(below - 1, 0, -1) if number not in used)
 
 
 def _remove_files(account: pwd.struct_passwd) -> None:
-    """Remove the home directory and mail of a removed account if the account owns them, as ``userdel -r`` does.
-    Blocks.
+    """Remove the home directory and mail of a removed account if the account owns them, as ``userdel -r`` does. A home
+    directory that is not named after the account is kept, because it may have another purpose. Blocks.
     """
     for path in (Path(account.pw_dir), Path("/var/mail", account.pw_name)):
         try:
             owner = guarded.status(path).st_uid
-        except OSError:  # missing
+        except OSError:  # there is no such file
             continue
         if owner == account.pw_uid and path.name == account.pw_name:
             files.remove_tree(path)
 
 
-def _has_processes(number: int) -> bool:
-    return any(stat.is_alive and proc.user(stat.pid) == number for stat in proc.table().values())
+def _has_processes(uid: int) -> bool:
+    return any(stat.is_alive and proc.user(stat.pid) == uid for stat in proc.table().values())

@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 CPU_PERIOD_S: Final = 10.0
 """Minimum period over which CPU time is averaged. The first sample covers the whole time since the start."""
 DISK_TIMEOUT_S: Final = 1.0
-"""Timeout for a disk. It is needed because a disk on a file server that is down never answers."""
+"""Timeout for a disk. It is needed because a disk on a file server that is down never responds."""
 
 UNREADABLE: Final = (OSError, ValueError, LookupError, ArithmeticError)
-"""Errors caused by a file in ``/proc`` that is missing, hidden or has an unexpected format."""
+"""Errors caused by a file in ``/proc`` that is missing or hidden, or that has an unexpected format."""
 
 
 CONTAINER: Final = "container"
@@ -42,8 +42,7 @@ class Figures(msgspec.Struct, frozen=True):
 
     ``memory``, ``cpu`` and ``processors`` are keyed by scope (``container`` or ``host``), ``load`` by the minutes that
     are averaged (``1``, ``5`` or ``15``), and ``disks`` by the disk's role or, for a dynamic disk, by its cid. Figures
-    that cannot be read are left out. If the container has no memory limit, the figures are those of the machine's
-    memory.
+    that cannot be read are left out. If the container has no memory limit, its memory figures are those of the machine.
     """
 
     memory: Mapping[str, Memory] = msgspec.field(default_factory=dict)
@@ -59,8 +58,8 @@ class Figures(msgspec.Struct, frozen=True):
 class Vitals:
     """Takes samples of the vitals.
 
-    ``persistent_mounted`` returns True if a disk is on the store. ``dynamic`` returns the directories of dynamic disks
-    by cid.
+    ``persistent_mounted`` returns True if a disk is mounted on the store. ``dynamic`` returns the directories of
+    dynamic disks by cid.
     """
 
     def __init__(
@@ -77,9 +76,13 @@ class Vitals:
         self._proc = proc
         self._cgroup = cgroups.find(proc)
         self._times = CpuTimes(0.0, 0.0, 0.0, 0.0)
+        """The last reading of the CPU times. The first shares are those since the start, when all times were 0."""
         self._times_at = 0.0
+        """Time at which the CPU times were last read (``clock.boot_time``)."""
         self._cpu: dict[str, str] = {}
+        """The shares of CPU time up to the last reading."""
         self._usages: dict[str, os.statvfs_result] = {}
+        """Disk usage as of the last sample, for ``figures``."""
 
     async def sample(self) -> dict[str, Any]:
         """Return the vitals. Usually takes a millisecond, and at most :data:`DISK_TIMEOUT_S`."""
@@ -109,12 +112,13 @@ class Vitals:
         with contextlib.suppress(*UNREADABLE):
             cpu[HOST] = host_stats.cpu_times(self._proc)
         if (used := cgroups.cpu_used(self._cgroup)) is not None:
-            cpu[CONTAINER] = CpuTimes(used[0], used[1], 0.0, 0.0)
+            cpu[CONTAINER] = CpuTimes(*used, wait=0.0, total=0.0)  # both are unknown
         with contextlib.suppress(*UNREADABLE):
             load = dict(zip(("1", "5", "15"), host_stats.load(self._proc), strict=True))
         return Figures(memory, cpu, processors, load, dict(self._usages), oom_kills)
 
     def _processor(self) -> dict[str, str]:
+        """Return the shares of CPU time, measured no more often than every ``CPU_PERIOD_S`` seconds."""
         now = clock.boot_time()
         if not self._cpu or now - self._times_at >= CPU_PERIOD_S:
             times = cgroups.cpu_times(self._cgroup, self._age()) or host_stats.cpu_times(self._proc)
@@ -133,6 +137,7 @@ class Vitals:
             return now
 
     async def _disks(self) -> dict[str, dict[str, str]]:
+        """Measure the usage of all disks, and return the vitals of those that are not dynamic disks, keyed by role."""
         mount_points = {"system": Path("/"), "ephemeral": self._paths.data}
         if self._persistent_mounted():
             mount_points["persistent"] = self._paths.store
@@ -143,7 +148,7 @@ class Vitals:
         return {name: disk_vitals(usage) for name, usage in self._usages.items() if name in roles}
 
     async def _usage(self, path: Path) -> os.statvfs_result | None:
-        """Return a disk's usage, or None if it is missing or does not answer."""
+        """Return a disk's usage, or None if the disk is missing or does not respond."""
         try:
             return await blocking.call(
                 f"usage of {path}", partial(os.statvfs, path), timeout=DISK_TIMEOUT_S, is_urgent=True
@@ -156,14 +161,14 @@ class Vitals:
 
 
 def shares(before: CpuTimes, after: CpuTimes) -> dict[str, str]:
-    """Return the percentages of CPU time between two readings."""
+    """Return the shares of user, system and I/O wait time between two readings, as percentages."""
     total = after.total - before.total
     spent = {"user": after.user - before.user, "sys": after.system - before.system, "wait": after.wait - before.wait}
     return {name: f"{_percent(seconds, total):.1f}" for name, seconds in spent.items()}
 
 
 def memory_vitals(memory: Memory) -> dict[str, Any]:
-    """Return the used memory and the used swap, both in KiB and in percent."""
+    """Return memory and swap usage, both in KiB and as percentages."""
 
     def part(used: int, total: int) -> dict[str, str]:
         return {"kb": str(used // 1024), "percent": f"{_percent(used, total):.0f}"}
@@ -172,8 +177,8 @@ def memory_vitals(memory: Memory) -> dict[str, Any]:
 
 
 def disk_vitals(usage: os.statvfs_result) -> dict[str, str]:
-    """Return a disk's usage in percent. Space reserved for root counts as free. If the file system has no inodes, their
-    usage is given as 0 percent.
+    """Return a disk's usage as a percentage. Space reserved for root counts as free. If the file system has no inodes,
+    their usage is given as 0.
     """
     return {
         "percent": f"{_percent(usage.f_blocks - usage.f_bfree, usage.f_blocks):.0f}",
@@ -182,5 +187,5 @@ def disk_vitals(usage: os.statvfs_result) -> dict[str, str]:
 
 
 def _percent(part: float, whole: float) -> float:
-    """Return the percentage, clamped to the range 0 to 100 because the two figures may be inconsistent."""
+    """Return ``part`` as a percentage of ``whole``, limited to 0–100 because the figures may be inconsistent."""
     return min(100.0, max(0.0, 100.0 * part / whole)) if whole > 0 else 0.0

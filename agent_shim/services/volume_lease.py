@@ -11,10 +11,10 @@ lease is not renewed, because the lock suffices for agents on this machine, and 
 | lock | lease | action |
 |---|---|---|
 | held | any | wait |
-| free | none, or released | take it |
-| free | from an agent that shares locks with this one, seen for the first time | take it; that agent has exited |
-| free | from an agent that shares locks with this one and was seen alive | take it if the lock stays free |
-| free | from another machine | take it if the lease does not change for ``patience`` |
+| free | none, or released | acquire it |
+| free | from an agent that shares locks with this one, seen for the first time | acquire it; that agent has exited |
+| free | from an agent that shares locks with this one and was seen alive | acquire it if the lock stays free |
+| free | from another machine | acquire it if the lease does not change for ``patience`` |
 
 Two agents share locks if only one kernel writes to the file system, or if both see the same boot id of their kernel.
 The boot id alone is not enough, because LXD gives a container a new one at each start.
@@ -81,13 +81,13 @@ class LeasePace(msgspec.Struct, frozen=True):
     patience: float = 25.0
     restart: float = 5.0
     """How long the lock must stay free before an agent takes over a lease whose holder it has seen alive, if the two
-    agents share locks. A restarting agent takes its own lock again sooner than that.
+    agents share locks. A restarting agent reacquires its own lock sooner than that.
     """
 
 
 class Hold(msgspec.Struct):
-    """An open lease file. Threads must take ``turn`` before they use the descriptor, because once one of them has
-    closed it, the number may refer to another file.
+    """An open lease file. Threads must acquire ``turn`` before they use the descriptor, because after another thread
+    has closed the file, the same descriptor number may refer to a different file.
     """
 
     descriptor: int
@@ -120,10 +120,12 @@ class VolumeLeases:
         self.former: dict[Path, str] = {}
         """The agents (ids, or "") that held this agent's volumes before it, by directory."""
         self._seen: dict[Path, tuple[bytes, float]] = {}
-        """Other agents' leases, each with the time of its last change."""
+        """Other agents' leases by directory, each with the time of the last sign that its holder is alive."""
 
     def introduce(self, agent_id: str) -> None:
-        """Write the agent id to all leases. Blocks on disk I/O."""
+        """Write the agent id to all leases, and use it for those acquired later. The first lease is acquired before the
+        settings are read, so the id is not known then. Blocks on disk I/O.
+        """
         self._agent_id = agent_id
         for directory in list(self.held):
             self.renew(directory)
@@ -161,26 +163,28 @@ class VolumeLeases:
         return ""
 
     def _rival(self, directory: Path, descriptor: int, *, is_local: bool) -> str:
-        """Return the agent that still holds the lease, or "" if this agent may take it (see the module's table)."""
-        is_locked = _lock(descriptor)
+        """Return the agent that still holds the lease, or "" if this agent may acquire it (see the module's table).
+        Also update ``former``.
+        """
+        is_locked = _lock(descriptor)  # None if the file system does not support locks
         raw = os.pread(descriptor, _MAX_BYTES, 0)
         lease = _decoded(raw)
         self.former[directory] = lease.agent_id if lease else ""
         if is_locked is not False and (not raw or (lease and lease.is_over)):
             return ""
-        before, since = self._seen.get(directory, (None, 0.0))
+        last_seen, since = self._seen.get(directory, (None, 0.0))
         shares_locks = is_locked and (is_local or (lease is not None and lease.boot == self._boot != ""))
-        if shares_locks and before is None:
+        if shares_locks and last_seen is None:
             return ""
-        if before != raw or is_locked is False:
+        if last_seen != raw or is_locked is False:  # the other agent is alive
             since = time.monotonic()
             self._seen[directory] = raw, since
-        is_over = time.monotonic() - since > (self._pace.restart if shares_locks else self._pace.patience)
-        return "" if is_over else str(lease or "an agent that does not identify itself")
+        has_expired = time.monotonic() - since > (self._pace.restart if shares_locks else self._pace.patience)
+        return "" if has_expired else str(lease or "an agent that does not identify itself")
 
     def twin(self, directory: Path) -> str:
         """If another agent with the same agent id holds the volume, return a description of that agent, otherwise "".
-        In either case, this agent does not keep the lease.
+        In either case, this agent does not keep the lease. At boot, an agent waits for such a predecessor to exit.
         """
         rival = self.hold(directory)
         if not rival:
@@ -190,7 +194,7 @@ class VolumeLeases:
         return rival if lease is not None and lease.agent_id == self._agent_id else ""
 
     def release(self, directory: Path) -> None:
-        """Release a volume, so that another agent can use it immediately. If another agent has already taken the
+        """Release a volume, so that another agent can use it immediately. If another agent has already taken over the
         volume, its lease is not changed. Blocks on disk I/O.
         """
         if hold := self.held.pop(directory, None):
@@ -206,28 +210,29 @@ class VolumeLeases:
             self.release(directory)
 
     async def keep(self, lost: Callable[[str], None]) -> NoReturn:
-        """Renew the leases forever. ``lost`` is called when another agent has taken a volume.
+        """Renew the leases forever. ``lost`` is called when another agent has taken over a volume.
 
         A volume that hangs does not delay the renewal of other leases.
         """
         renewing: dict[Path, asyncio.Task[None]] = {}
 
         async def renew(directory: Path) -> None:
-            if found := await asyncio.to_thread(self.renew, directory):
-                lost(found)
+            if loss := await asyncio.to_thread(self.renew, directory):
+                lost(loss)
 
         while True:
             await asyncio.sleep(clock.until_beat(self._pace.period))
             for directory, hold in list(self.held.items()):
-                # ``files.version`` can be called in the event loop, because ``hold.version`` is set only for local
-                # files, and a stat of those does not block.
+                # A local lease needs no renewal. Call ``renew`` only if another agent has changed the file, because
+                # that agent may have taken over the volume. ``hold.version`` is set only for local files, so this stat
+                # call does not block the event loop.
                 if hold.version and hold.version == files.version(directory / NAME):
                     continue
                 if directory not in renewing or renewing[directory].done():
                     renewing[directory] = asyncio.create_task(renew(directory), name="lease")
 
     def renew(self, directory: Path) -> str:
-        """Renew a lease once. If another agent has taken the volume, return a text that says so, otherwise "".
+        """Renew a lease once. If another agent has taken over the volume, return a message that says so, otherwise "".
 
         Blocks on disk I/O.
         """
@@ -235,7 +240,7 @@ class VolumeLeases:
         if hold is None:
             return ""
         with hold.turn:
-            if hold.descriptor < 0:
+            if hold.descriptor < 0:  # released in the meantime
                 return ""
             if taker := self._taker(directory, hold):
                 return f"{directory.parent} was taken over by {taker}"
@@ -244,7 +249,9 @@ class VolumeLeases:
         return ""
 
     def _taker(self, directory: Path, hold: Hold) -> str:
-        """Return the agent that has taken this agent's volume, or "" if there is none or the lease cannot be read."""
+        """Return the agent that has taken over this agent's volume. Return "" if there is none or if the lease
+        cannot be read.
+        """
         try:
             lease = _decoded(os.pread(hold.descriptor, _MAX_BYTES, 0))
         except OSError as exc:
@@ -307,7 +314,7 @@ def _decoded(raw: bytes) -> Lease | None:
 # --- one root file system ---------------------------------------------------------------------------------------------
 
 
-def _created(path: Path) -> int | None:
+def _open_lock_file(path: Path) -> int | None:
     """Open the lock file. Return None if the file system is full or read-only. In that case, the agent works without
     the lock.
     """
@@ -322,13 +329,14 @@ def _created(path: Path) -> int | None:
 
 @contextmanager
 def exclusive_agent(paths: Paths, what: str) -> Iterator[None]:
-    """Hold a lock that prevents a second agent from using this root file system. Raises ``AlreadyRunningError`` with
-    the text "cannot WHAT: why" if another agent holds it.
+    """Hold a lock that prevents a second agent from using this root file system. On a full or read-only file system,
+    run the block without the lock. Raises ``AlreadyRunningError`` with the message "cannot WHAT: why" if another agent
+    holds the lock.
     """
     path = paths.agent_lock
     with files.attempting(f"{what}: {path}"):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = _created(path)
+        descriptor = _open_lock_file(path)
     if descriptor is None:
         yield
         return
@@ -337,8 +345,8 @@ def exclusive_agent(paths: Paths, what: str) -> Iterator[None]:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file")
         if _lock(descriptor) is False:
-            who = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
-            other = f"another agent, process {who}," if who.isdigit() else "another agent"
+            pid = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
+            other = f"another agent, process {pid}," if pid.isdigit() else "another agent"
             raise AlreadyRunningError(f"cannot {what}: {other} holds {path}")
         with suppress(OSError):  # the lock is valid even without the recorded pid
             os.ftruncate(descriptor, 0)

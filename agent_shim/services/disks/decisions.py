@@ -1,7 +1,7 @@
 """Decides which steps a disk request needs, given the state of the disks at one moment (:class:`View`).
 
 The functions whose names begin with ``steps_to`` return steps, which ``mounting`` carries out in order. These functions
-depend only on the view, and raise ``ActionError`` if the request is refused. If the agent is killed between any two
+depend only on the view, and raise ``ActionError`` if the request is rejected. If the agent is killed between any two
 steps, the next :func:`steps_to_restore` can continue from the state on disk.
 
 :func:`plan` decides where each disk belongs, using its marker. If the markers leave a choice, it takes the disk that
@@ -17,7 +17,7 @@ the store and nothing distinguishes them, neither is mounted and the reason is r
 | marked with another cid | not used; ``mount_disk`` fails |
 | marked for another instance | not used until the Director sends ``mount_disk`` |
 | mounted last, but its marker now says otherwise | not used, and no job starts |
-| not marked by an agent, named by managed_disk_settings.json | belongs on the store |
+| not marked by an agent, named by managed_disk_settings.json | belongs on the store, unless another disk is there |
 | not marked, or unmounted by ``unmount_disk`` | not used |
 """
 
@@ -33,18 +33,19 @@ from agent_shim.core.errors import ActionError
 from agent_shim.services.disks.markers import DIRECTORY, Marker, Role
 
 NOT_FOUND: Final = "Persistent disk with volume id '{}' could not be found"
-"""The Go agent's error text (settings/service.go)."""
+"""The Go agent's error message (settings/service.go)."""
 
 # --- view -------------------------------------------------------------------------------------------------------------
 
 
 class Disk(msgspec.Struct, frozen=True):
-    """A disk named by the settings or a hint.
+    """A disk that is named in the settings or in a hint.
 
     ``volume`` is None while there is no volume at ``place``. In that case, ``missing`` gives the reason, and
-    ``unusable``, unless it is "", says why waiting for a volume is pointless. ``is_linkable`` means that ``place``
-    exists, perhaps as a device, so that a link can point to it. ``is_empty`` means that the volume has no job data; it
-    is None if that cannot be determined. ``is_held`` means that this agent has the volume's lease.
+    ``unusable``, unless it is "", says why waiting for a volume is pointless. ``is_linkable`` means that a link can
+    point to ``place``, because it is a volume or something other than a directory, such as a device. ``is_empty`` means
+    that the volume has no job data; it is None if that cannot be determined. ``is_held`` means that this agent has the
+    volume's lease.
     """
 
     cid: str
@@ -78,10 +79,10 @@ class Disk(msgspec.Struct, frozen=True):
 class MountPoint(msgspec.Struct, frozen=True):
     """The store or the migration target.
 
-    ``shown`` contains the known disks whose volume is mounted or linked here. The value is True if the mount has the
-    right options. If something other than a known disk is mounted here, ``marker`` is the marker found on it, or None.
-    ``is_link`` means that the path is a link to something that exists. ``is_mount`` means that something is mounted
-    here, or at the target of the link. ``source`` describes that mount for an error.
+    The keys of ``shown`` are the cids of the known disks whose volumes are mounted or linked here. A value is True if
+    the mount has the right options. If something other than a known disk is mounted here, ``marker`` is the marker
+    found on it, or None. ``is_link`` means that the path is a link to something that exists. ``is_mount`` means that
+    something is mounted here, or at the target of the link. ``source`` describes that mount in errors.
     """
 
     path: Path
@@ -98,7 +99,7 @@ class View(msgspec.Struct, frozen=True):
     ``managed`` is the disk (cid, or "") that was last mounted on the store. ``unmounted`` are disks that were unmounted
     at the Director's request, but could not be marked as such. ``links`` maps the cids of disks to the links in
     ``instance/disks`` that point to them. ``named`` are the cids of all disks that should have such links. ``binds`` is
-    True if this container may create bind mounts. Otherwise, links are used in place of mounts.
+    True if this container is allowed to create bind mounts. Otherwise, links are used instead of mounts.
     """
 
     store: MountPoint
@@ -113,26 +114,26 @@ class View(msgspec.Struct, frozen=True):
 
     @property
     def on_store(self) -> str:
-        """The disk (cid, or "") that is considered mounted on the store."""
+        """The cid of the disk that is considered mounted on the store, or ""."""
         return self._mounted_on(self.store)
 
     @property
     def on_target(self) -> str:
-        """The disk (cid, or "") that is considered mounted on the migration target."""
+        """The cid of the disk that is considered mounted on the migration target, or ""."""
         return self._mounted_on(self.target)
 
     def _mounted_on(self, point: MountPoint) -> str:
-        """Return the disk (cid, or "") that is considered mounted at a mount point. A mount that was created with the
-        container counts only while the disk's marker has a role, because ``unmount_disk`` may not be able to remove
-        such a mount.
+        """Return the disk (cid, or "") that is considered mounted at a mount point. A disk with a marker is considered
+        mounted only while the marker has a role, because ``unmount_disk`` might not be able to remove a mount that was
+        created with the container.
         """
         for cid, disk in self.disks.items():
             if cid not in point.shown or disk.is_another:
                 continue
             if disk.marker is not None:
                 return cid if disk.role else ""
-            # A disk without a marker was mounted by this agent if it was the last one mounted, or if its volume was
-            # bound here from elsewhere.
+            # Assume that this agent has mounted a disk without a marker if the disk is recorded as the last one
+            # mounted, or if its volume is at another path and must have been bind-mounted at this mount point.
             is_ours = cid == self.managed or disk.volume != point.path
             return cid if is_ours and cid not in self.unmounted else ""
         return point.marker.cid if point.marker and point.marker.role else ""  # the disk's hint may have been removed
@@ -140,6 +141,7 @@ class View(msgspec.Struct, frozen=True):
     @property
     def has_unknown_volume(self) -> bool:
         """True if the store has a volume that the Director does not know about, for example a StatefulSet's volume."""
+        # ``shown`` still contains a known disk that was unmounted, but whose mount could not be removed.
         return not self.on_store and self.store.is_mount and self.store.marker is None and not self.store.shown
 
     def point_of(self, cid: str) -> MountPoint | None:
@@ -171,11 +173,14 @@ def plan_of(view: View) -> Placement:
 
 
 def plan(disks: Collection[Disk], *, on_store: str, managed: str, instance: str) -> Placement:
-    """Decide where the disks belong. The markers take precedence. Where they leave a choice, the disk mounted last
-    (``managed``) is preferred, then the disk mounted now (``on_store``).
+    """Decide where the disks belong. The markers take precedence. Of several disks that are marked for the store, the
+    one mounted last (``managed``) is preferred, then the one mounted now (``on_store``). If no disk is marked for the
+    store and the disk mounted last has no marker, the disk mounted now is kept, if there is one.
     """
-    strangers = {disk.cid for disk in disks if _is_strange(disk, instance)}
-    ours = [disk for disk in disks if disk.cid not in strangers]
+    foreign = {disk.cid for disk in disks if _belongs_elsewhere(disk, instance)}
+    ours = [disk for disk in disks if disk.cid not in foreign]
+    # After an interrupted swap, both a disk and its finished copy may be marked for the store. The copy, which has a
+    # higher generation, replaces the disk.
     claims = {disk.cid: disk.marker for disk in ours if disk.role == "store" and disk.marker}
     copies = [marker for marker in claims.values() if marker.source]
     replaced = frozenset(
@@ -199,15 +204,18 @@ def plan(disks: Collection[Disk], *, on_store: str, managed: str, instance: str)
         store = next(iter(rivals))
     elif last and last.marker is None:
         store = on_store or managed
-    elif strangers:
-        problem = f"disk {min(strangers)} belongs to another instance and the Director has not had it mounted here"
+    elif foreign:
+        problem = f"disk {min(foreign)} belongs to another instance and the Director has not had it mounted here"
     elif last:
-        said = last.role or "unmounted"
-        problem = f"disk {managed} was mounted last, but its marker says {said} (mount_disk {managed} mounts it again)"
+        role = last.role or "unmounted"
+        problem = f"disk {managed} was mounted last, but its marker says {role} (mount_disk {managed} mounts it again)"
     return Placement(store, target, replaced, problem)
 
 
-def _is_strange(disk: Disk, instance: str) -> bool:
+def _belongs_elsewhere(disk: Disk, instance: str) -> bool:
+    """Return True if the disk is marked for the store or the migration target of another instance. Return False if the
+    id of either instance is unknown.
+    """
     owner = disk.marker.instance if disk.marker else ""
     return disk.role in ("store", "target") and "" not in (owner, instance) and owner != instance
 
@@ -231,8 +239,8 @@ class Show(msgspec.Struct, frozen=True):
 
 
 class TakeAway(msgspec.Struct, frozen=True):
-    """Remove the agent's own mount or link. If ``is_optional`` is set, it is not an error if this container may not
-    remove the mount.
+    """Remove the agent's own mount or link. If ``is_optional`` is set and this container is not allowed to remove the
+    mount, the step does not fail.
     """
 
     place: Path
@@ -249,9 +257,9 @@ class Mark(msgspec.Struct, frozen=True):
 class Claim(msgspec.Struct, frozen=True):
     """Record where a disk is mounted.
 
-    The record goes into the disk's marker, unless ``is_marked`` says that the marker is already correct. For the disk
-    on the store, it also goes into a file on the root file system. If no usable record can be written, unmount the disk
-    from ``undo`` (if set) and fail, because the next agent would not know that it has to mount the disk.
+    The disk's marker is written, unless ``is_marked`` says that it is already correct. For the disk on the store, a
+    file on the root file system is written too. If no usable record can be written, unmount the disk from ``undo`` (if
+    set) and fail, because the next agent would not know that it has to mount the disk.
     """
 
     volume: Path
@@ -263,8 +271,9 @@ class Claim(msgspec.Struct, frozen=True):
 class Unclaim(msgspec.Struct, frozen=True):
     """Record that a disk is unmounted.
 
-    The record goes into the disk's marker. If the disk has none or cannot be written to, the record goes into a file on
-    the root file system. ``is_managed`` means that the disk is recorded as the one last mounted on the store.
+    The role is removed from the disk's marker. If the disk has no marker, or the marker can be neither written nor
+    removed, a file on the root file system is written instead. ``is_managed`` means that the disk is recorded as the
+    one last mounted on the store.
     """
 
     cid: str
@@ -280,7 +289,7 @@ class Sync(msgspec.Struct, frozen=True):
 
 
 class ReleaseVolume(msgspec.Struct, frozen=True):
-    """Release a volume's lease, so that another agent may acquire it."""
+    """Release a volume's lease, so that another agent can acquire it."""
 
     volume: Path
 
@@ -297,24 +306,23 @@ def steps_to_restore(view: View) -> list[Step]:
         steps += _take(disks[cid]) if cid in disks else []
     for cid in sorted(decided.replaced):
         steps += [*_unclaim(view, disks[cid]), ReleaseVolume(disks[cid].there)]
-    there = view.on_store
+    on_store, on_target = view.on_store, view.on_target
     if decided.store in disks:
         disk = disks[decided.store]
-        if there in ("", disk.cid):
+        if on_store in ("", disk.cid):
             steps += _show(disk, view.store)
         else:  # another disk may be unmounted only if an interrupted swap left it there
-            occupant = disks.get(there)
-            if occupant is None or not (occupant.role == "target" or there in decided.replaced):
-                raise ActionError(f"disk {disk.cid} belongs on {view.store.path}, but disk {there} is there")
-            if occupant.volume != view.store.path:
+            occupant = disks.get(on_store)
+            if occupant is None or not (occupant.role == "target" or on_store in decided.replaced):
+                raise ActionError(f"disk {disk.cid} belongs on {view.store.path}, but disk {on_store} is there")
+            if occupant.volume != view.store.path:  # a mount that was created with the container is covered instead
                 steps.append(TakeAway(view.store.path))
             steps.append(Show(disk.there, view.store.path, disk.options))
         steps += _claim(view, disk, "store")
-    there = view.on_target
     # Do not unmount a disk that has no marker, because an older agent may have mounted it.
-    is_unmarked = there in disks and disks[there].marker is None
-    if decided.target != there and (decided.target or not is_unmarked):
-        steps += [TakeAway(view.target.path)] if there else []
+    is_unmarked = on_target in disks and disks[on_target].marker is None
+    if decided.target != on_target and (decided.target or not is_unmarked):
+        steps += [TakeAway(view.target.path)] if on_target else []
         if decided.target:
             steps.append(Show(disks[decided.target].there, view.target.path, disks[decided.target].options))
     return steps
@@ -334,6 +342,7 @@ def steps_to_mount(view: View, cid: str) -> list[Step]:
     occupant = view.on_store
     if not occupant and disk.is_empty is None:
         raise ActionError(f"cannot read the volume of disk {cid} at {disk.volume}")
+    # If the CPI recreated the container to attach this disk, the first disk goes back to the store (see ``_former``).
     if not occupant and (former := _former(view, disk)):
         steps += [*_take(former), *_settle(view, former, "store")]
         occupant = former.cid
@@ -367,8 +376,8 @@ def _former(view: View, new: Disk) -> Disk | None:
     """
     if new.role == "store" or not new.is_empty:
         return None
-    # Leave out ``named`` disks, because they have links in ``instance/disks`` and do not belong on the store, and disks
-    # that the Director has unmounted.
+    # Leave out disks that the Director has unmounted, and ``named`` disks, which have links in ``instance/disks`` and
+    # therefore do not belong on the store.
     excluded = {new.cid, *view.named, *view.unmounted}
     others = [
         disk
@@ -386,9 +395,9 @@ def steps_to_unmount(view: View, cid: str) -> list[Step]:
     volume = disk.volume if disk else None
     if volume is not None:
         steps.append(Sync(volume))
+    # If the volume's own path is the mount point, the container was created with this mount, and it stays.
     if point is not None and point.path != volume:
-        # If the container was created with the mount, it may not be possible to remove the mount. The disk is
-        # considered unmounted either way.
+        # This container might not be allowed to remove the mount. The disk is considered unmounted either way.
         steps.append(TakeAway(point.path, is_optional=True))
     if disk is not None and disk.role is not None:
         steps += _unclaim(view, disk, is_managed=view.managed == cid)
@@ -419,6 +428,7 @@ def steps_to_begin_copy(view: View, old: str, new: str) -> list[Step]:
     if why:
         raise ActionError(why)
     marker = _copied(view, source, target, "target")
+    # The source is mounted read-only, so that it does not change while it is copied.
     return [Mark(target.there, marker), Show(source.there, view.store.path, (*source.options, "ro"))]
 
 
@@ -431,6 +441,7 @@ def steps_to_swap(view: View, old: str, new: str) -> list[Step]:
     source, target = _pair(view, old, new)
     store = view.store.path
     return [
+        # Remove nothing if links are used, or if the container was created with the mount, which is covered instead.
         *([TakeAway(store)] if view.binds and source.volume != store else []),
         Show(target.there, store, target.options),
         Mark(target.there, _copied(view, source, target, "store")),
@@ -441,36 +452,38 @@ def steps_to_swap(view: View, old: str, new: str) -> list[Step]:
 
 
 def _pair(view: View, old: str, new: str) -> tuple[Disk, Disk]:
-    """Return the source and the target of the copy. Raises ``ActionError`` unless the requested cids are those of the
-    mounted disks.
+    """Return the source and the target of the copy. Raises ``ActionError`` unless ``old`` is the disk mounted on the
+    store and ``new`` the disk mounted on the migration target. "" matches any disk.
     """
     found = []
-    for point, there, wanted in (view.store, view.on_store, old), (view.target, view.on_target, new):
-        if there == "" or wanted not in ("", there):
+    for point, mounted, wanted in (view.store, view.on_store, old), (view.target, view.on_target, new):
+        if mounted == "" or wanted not in ("", mounted):
             text = f"disk {wanted} is not on {point.path}" if wanted else f"no disk is on {point.path}"
-            raise ActionError(f"{text}: disk {there} is" if there else text)
-        if there not in view.disks:
-            raise ActionError(NOT_FOUND.format(there))
-        found.append(view.disks[there])
+            raise ActionError(f"{text}: disk {mounted} is" if mounted else text)
+        if mounted not in view.disks:
+            raise ActionError(NOT_FOUND.format(mounted))
+        found.append(view.disks[mounted])
     return found[0], found[1]
 
 
 def _is_migrated(view: View, old: str, new: str) -> bool:
     """Return True if the disk on the store is already the finished copy that was requested."""
-    there = view.disks.get(view.on_store)
-    if there is None or there.marker is None or there.role != "store" or not there.marker.source or view.on_target:
+    disk = view.disks.get(view.on_store)
+    if disk is None or disk.marker is None or disk.role != "store" or not disk.marker.source or view.on_target:
         return False
-    return new in ("", there.cid) and old in ("", there.marker.source)
+    return new in ("", disk.cid) and old in ("", disk.marker.source)
 
 
 # --- parts of decisions -----------------------------------------------------------------------------------------------
 
 
 def _take(disk: Disk) -> list[Step]:
+    """Return the step that acquires the volume's lease, unless this agent already has it."""
     return [] if disk.is_held else [Take(disk.cid, disk.there)]
 
 
 def _show(disk: Disk, point: MountPoint) -> list[Step]:
+    """Return the step that mounts a disk at ``point``, unless it is already mounted there with the right options."""
     return [] if point.shown.get(disk.cid) else [Show(disk.there, point.path, disk.options)]
 
 
@@ -484,7 +497,12 @@ def _settle(view: View, disk: Disk, role: Role) -> list[Step]:
 
 
 def _claim(view: View, disk: Disk, role: Role, undo: Path | None = None) -> list[Step]:
-    before = disk.marker if disk.marker and not disk.is_another else Marker(disk.cid)
+    """Return the step that records a disk's role, unless it is already recorded. For ``undo``, see :class:`Claim`.
+
+    Callers have already rejected volumes with another disk's marker.
+    """
+    before = disk.marker or Marker(disk.cid)
+    # An unfinished copy must keep its source. The source of a finished copy is dropped when the role changes.
     source = before.source if before.role == role or before.is_unfinished else ""
     marker = msgspec.structs.replace(before, role=role, source=source, instance=view.instance)
     is_marked = marker == disk.marker
@@ -494,6 +512,7 @@ def _claim(view: View, disk: Disk, role: Role, undo: Path | None = None) -> list
 
 
 def _unclaim(view: View, disk: Disk, *, is_managed: bool = False) -> list[Step]:
+    """Return the step that removes the role from a disk's marker. Return no step if the disk has no marker."""
     if disk.marker is None:
         return []
     source = disk.marker.source if disk.marker.is_unfinished else ""
@@ -502,5 +521,8 @@ def _unclaim(view: View, disk: Disk, *, is_managed: bool = False) -> list[Step]:
 
 
 def _copied(view: View, source: Disk, target: Disk, role: Role) -> Marker:
+    """Return a marker that identifies ``target`` as a copy of ``source``. The copy is finished if ``role`` is
+    ``store``.
+    """
     generation = source.marker.generation + 1 if source.marker else 1
     return Marker(target.cid, role, source.cid, generation, view.instance)

@@ -74,8 +74,8 @@ _ISCSI_MEMBERS: Final = {name: name for name in ("initiator_name", "username", "
 
 
 def from_hint(cid: str, hint: Any, env: Env) -> DiskSettings:
-    """Parse a hint. A string becomes both the path and the volume id, the fields of an object are read, and anything
-    else is ignored.
+    """Parse a hint. A string is used as both the path and the volume id. A mapping may contain any of the disk's
+    fields. Any other hint is ignored.
 
     Values that are not strings are converted (the Go agent crashes on them). Null is treated as missing.
     """
@@ -92,14 +92,15 @@ def from_hint(cid: str, hint: Any, env: Env) -> DiskSettings:
 
 
 def _texts(given: Mapping[str, Any], members: Mapping[str, str]) -> dict[str, str]:
-    return {ours: str(given[theirs]) for theirs, ours in members.items() if given.get(theirs) is not None}
+    """Return the values in ``given`` as strings. ``members`` maps the keys in ``given`` to field names."""
+    return {field: str(given[key]) for key, field in members.items() if given.get(key) is not None}
 
 
 def known(persistent: Mapping[str, Any], env: Env, stored: Mapping[str, DiskSettings]) -> dict[str, DiskSettings]:
-    """Return all disks, keyed by cid. A stored hint overrides the settings' entry for the same disk.
+    """Return the disks in the settings (``persistent``, used by older CPIs) and in the stored hints, keyed by cid.
 
-    Older CPIs name disks in the settings. A stored hint without a path does not override such an entry. An entry with
-    an empty cid is ignored.
+    If a disk is in both, the stored hint takes precedence, unless it has no path. Entries with an empty cid are
+    ignored.
     """
     found = {cid: from_hint(cid, hint, env) for cid, hint in persistent.items() if cid}
     for cid, disk in stored.items():
@@ -123,5 +124,7 @@ def load(path: Path) -> dict[str, DiskSettings]:
 
 
 def save(path: Path, stored: Mapping[str, DiskSettings]) -> None:
-    """Store hints in a private file, because they may contain passwords."""
+    """Store hints in a private file, because they may contain passwords. If ``path`` is a link to a tmpfs, write the
+    file on the tmpfs.
+    """
     files.write_atomic(files.behind(path), msgspec.json.encode(stored), mode=0o600)

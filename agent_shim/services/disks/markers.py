@@ -1,7 +1,7 @@
-"""A volume's marker: the ``.agent_shim/disk.json`` file at the top of the volume. It identifies the disk.
+"""Reads and writes the marker that identifies a disk: the ``.agent_shim/disk.json`` file at the top of its volume.
 
-The marker is written when a disk is mounted at the Director's request, and it outlives containers. From the markers,
-``decisions`` derives where each disk belongs.
+The marker is written when a disk is mounted at the Director's request, and it outlives containers. ``decisions`` uses
+the markers to determine where each disk belongs.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ Role = Literal["store", "target", ""]
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """Identity of a volume, stored on it.
+    """The identity of a volume, stored in a file on the volume.
 
     ``source`` is the cid of the disk that was copied here. With the ``store`` role, the copy is complete; with any
-    other role it may be partial. ``generation`` counts migrations, because after migrating to another disk and back,
-    each disk is the source of the other. ``instance`` is the id in the apply spec, or "" before there is one.
+    other role it may be partial. ``generation`` counts migrations. It shows which copy is newer after a migration to
+    another disk and back, when each disk is recorded as the source of the other. ``instance`` is the id in the apply
+    spec, or "" before there is one.
     """
 
     cid: str
@@ -49,21 +50,22 @@ class Marker(msgspec.Struct, frozen=True):
 
     @property
     def is_unfinished(self) -> bool:
+        """True if a disk was copied here, but the copy may be partial."""
         return self.role != "store" and self.source != ""
 
 
 def read(volume: Path) -> Marker | None:
     """Read a volume's marker. Return None if there is no readable marker written by an agent.
 
-    The owner of the file is checked, because jobs own the top directory of many volumes and can therefore replace the
-    directory with the marker.
+    The owners of the file and its directory are checked, because jobs own the top directory of many volumes and can
+    therefore replace the directory with the marker.
     """
     try:
         with guarded.held(volume / DIRECTORY, volume) as directory:
             inside = Path(f"/proc/self/fd/{directory}")
             with closing(guarded.open_file(inside / NAME, inside)) as file:
                 for found in (os.fstat(directory), os.fstat(file)):
-                    if not _is_of_agents(found):
+                    if not _is_written_by_agent(found):
                         raise OSError(errno.EPERM, f"it belongs to user {found.st_uid}")
                 return wire.decode(os.pread(file, _MAX_BYTES, 0), Marker)
     except OSError as exc:
@@ -74,7 +76,7 @@ def read(volume: Path) -> Marker | None:
     return None
 
 
-def _is_of_agents(found: os.stat_result) -> bool:
+def _is_written_by_agent(found: os.stat_result) -> bool:
     """Return True for a file that only an agent can have written: its owner is root, this user, or the user to which a
     file server maps root.
     """
@@ -84,7 +86,7 @@ def _is_of_agents(found: os.stat_result) -> bool:
 def set_aside(volume: Path) -> None:
     """Rename a file or directory that a job has put in place of the marker's directory. Raises ``HostError``."""
     with suppress(OSError):
-        if _is_of_agents(guarded.status(volume / DIRECTORY, volume)):
+        if _is_written_by_agent(guarded.status(volume / DIRECTORY, volume)):
             return
     files.move_away(volume / DIRECTORY)
 
@@ -92,14 +94,14 @@ def set_aside(volume: Path) -> None:
 def write(volume: Path, marker: Marker) -> None:
     """Write the marker atomically. Raises ``HostError``.
 
-    If root writes the marker, a new volume gets mode 0755 regardless of the mode that its provisioner has set, because
-    jobs must be able to reach their directories whatever user they run as. Write permission for others is removed from
-    the top of every volume, because a job could otherwise replace the marker's directory.
+    If root writes the marker, a new volume gets mode 0755 regardless of the mode that its provisioner set, because jobs
+    must be able to reach their directories whatever user they run as. Write permission for others is removed from the
+    top of every volume, because a job could otherwise replace the marker's directory.
     """
     if os.geteuid() == 0:
         is_new = not os.path.lexists(volume / DIRECTORY / NAME)
         try:
-            files.close_to_others(volume, None, more=0o755 if is_new else 0)
+            files.close_to_others(volume, owner=None, more=0o755 if is_new else 0)
         except HostError as exc:
             logger.warning("%s: jobs may replace the marker", exc)
     with files.attempting(f"mark the volume {volume} as disk {marker.cid}"):

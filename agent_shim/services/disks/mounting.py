@@ -1,4 +1,5 @@
-"""The blocking part of the disk service: examines the disks, and carries out the steps that ``decisions`` returns.
+"""Examines the disks, and carries out the steps that ``decisions`` returns. This is the blocking part of the disk
+service.
 
 The agent may be killed after any step. The next agent then continues from the state on disk.
 """
@@ -44,12 +45,12 @@ class VolumeInUseError(ActionError):
 
 
 class Leases(Protocol):
-    """Leases that keep other agents from using a volume (``volume_lease.VolumeLeases``). All methods get the agent's
+    """Leases that keep other agents from using a volume (``volume_lease.VolumeLeases``). All methods take the agent's
     private directory on the volume.
     """
 
     def hold(self, directory: Path) -> str:
-        """Acquire a volume's lease. Return "" on success, otherwise the other agent that has the lease."""
+        """Acquire a volume's lease. Return "" on success, otherwise a description of the agent that has the lease."""
 
     def release(self, directory: Path) -> None:
         """Release a volume's lease."""
@@ -59,10 +60,11 @@ class Leases(Protocol):
 
 
 class DiskMounts:
-    """The mount points (store and migration target), and the volumes that may be mounted there.
+    """The mount points (store and migration target), and the volumes that can be mounted there.
 
     ``settings`` and ``instance`` (the id in the apply spec, or "") are called whenever the disks are examined.
-    ``binds`` is True if this container may create bind mounts. If it is None, a trial mount is made to find out.
+    ``binds`` is True if this container is allowed to create bind mounts. If it is None, a trial mount is made to find
+    out.
     """
 
     def __init__(
@@ -80,10 +82,12 @@ class DiskMounts:
         self._binds = binds
 
     def fulfil(self, decide: Decision, *which: str, view: View | None = None) -> View:
-        """Examine the disks unless a ``view`` is given, call ``decide``, and carry out the steps that it returns. If
-        there are any steps, examine the disks again afterwards. Return the latest view.
+        """Call ``decide`` with a view and the cids ``which``, and carry out the steps that it returns. Return a view of
+        the disks after the last step.
 
-        Raises ``ActionError`` if the request is refused, and ``VolumeInUseError`` or ``OSError`` if a step fails.
+        The disks are examined first unless a ``view`` is given, and again if any steps were carried out.
+
+        Raises ``ActionError`` if the request is rejected, and ``VolumeInUseError`` or ``OSError`` if a step fails.
         """
         view = self.look() if view is None else view
         steps = decide(view, *which)
@@ -93,13 +97,15 @@ class DiskMounts:
     # --- inspection ---------------------------------------------------------------------------------------------------
 
     def known(self) -> dict[str, DiskSettings]:
-        """Return all disks that the settings or a hint name."""
+        """Return all disks that are named in the settings or in a hint."""
         source = self._settings().source
         found = hints.known(source.disks.persistent, source.env, hints.load(self._paths.disk_hints))
         if self._paths.is_system:
             return found
-        moved = {cid: self._paths.moved(disk.place) for cid, disk in found.items() if disk.place is not None}
-        return found | {cid: msgspec.structs.replace(found[cid], path=str(path)) for cid, path in moved.items()}
+        # If the base directory is not ``/var/vcap``, paths in ``/var/vcap`` refer to the same paths in the base
+        # directory.
+        places = {cid: self._paths.moved(disk.place) for cid, disk in found.items() if disk.place is not None}
+        return found | {cid: msgspec.structs.replace(found[cid], path=str(path)) for cid, path in places.items()}
 
     def look(self) -> View:
         """Read settings, hints, records, the mount table, and all volumes with their markers."""
@@ -115,6 +121,8 @@ class DiskMounts:
             disk, link = disks.get(each.cid), paths.instance_disks / each.name
             if is_plain(each.name) and disk and disk.place and link.is_symlink() and volumes.shows(link, disk.place):
                 links[each.cid] = (*links.get(each.cid, ()), link)
+        # While there is no volume, nothing can be mounted, so the trial mount is postponed.
+        binds = self._may_bind() if any(disk.volume for disk in disks.values()) else False
         return View(
             store=self._mount_point(paths.store, disks, table, unmounted),
             target=self._mount_point(paths.store_migration_target, disks, table, unmounted),
@@ -124,10 +132,11 @@ class DiskMounts:
             links=links,
             named=frozenset(each.cid for each in wanted),
             instance=self._instance(),
-            binds=self._may_bind() if any(disk.volume for disk in disks.values()) else False,
+            binds=binds,
         )
 
     def _disk(self, cid: str, known: DiskSettings, table: Sequence[mounts.Mount], unmounted: frozenset[str]) -> Disk:
+        """Examine one disk. ``table`` is the mount table, and ``unmounted`` are the disks recorded as unmounted."""
         place, store = known.place, self._paths.store
         if place is None and not store.is_symlink() and mounts.is_mount_point(store, table):
             place = store  # a CPI gives no path for a volume that the container was created with
@@ -161,8 +170,8 @@ class DiskMounts:
         )
 
     def absence(self, place: Path | None, table: Sequence[mounts.Mount] | None = None) -> tuple[str, bool]:
-        """Return why there is no volume at ``place``, or "", and whether ``place`` exists at all, so that a link can
-        point to it.
+        """Return why there is no volume at ``place``, or "", and whether a link can point to ``place``. It can if
+        ``place`` is a volume or anything other than a directory, such as a device.
 
         A directory that is not a mount point is not a volume, even if its parent is a mount, because the parent may be
         a directory on the node in which volumes are mounted while the pod runs. A file written there before the volume
@@ -189,18 +198,24 @@ class DiskMounts:
         real = Path(os.path.realpath(place))
         if real in _SYSTEM or any(real.is_relative_to(top) for top in _KERNEL):
             return True
-        ours = [path for path in vars(self._paths).values() if isinstance(path, Path) and path != self._paths.store]
-        return real != self._paths.store and any(path.is_relative_to(real) for path in ours)
+        # A directory that contains one of the agent's own paths is not a volume either.
+        own_paths = [
+            path for path in vars(self._paths).values() if isinstance(path, Path) and path != self._paths.store
+        ]
+        return real != self._paths.store and any(path.is_relative_to(real) for path in own_paths)
 
     def _mount_point(
         self, path: Path, disks: dict[str, Disk], table: Sequence[mounts.Mount], unmounted: frozenset[str]
     ) -> MountPoint:
+        """Examine the store or the migration target. For ``table`` and ``unmounted``, see :meth:`_disk`."""
+        # Map each disk that is mounted or linked here to True if its mount already has the right options.
         shown = {
             cid: volumes.flags_to_set(path, disk.volume, disk.options, table) is None
             for cid, disk in disks.items()
             if disk.volume is not None and volumes.shows(path, disk.volume)
         }
         is_link, is_mount = path.is_symlink() and volumes.is_there(path), mounts.is_mount_point(path, table)
+        # If a known disk is mounted here, its own entry already contains the marker.
         if not (is_link or is_mount) or not all(disks[cid].is_another for cid in shown):
             return MountPoint(path, shown, None, is_link, is_mount)
         mount = mounts.mount_of(path, table)
@@ -208,8 +223,8 @@ class DiskMounts:
         return MountPoint(path, shown, _read_marker(path, unmounted), is_link, is_mount, source)
 
     def _may_bind(self) -> bool:
-        """Return True if this container may create bind mounts. The result does not change while the container runs, so
-        it is cached.
+        """Return True if this container is allowed to create bind mounts. The result does not change while the
+        container runs, so it is cached.
         """
         if self._binds is None:
             self._binds = volumes.can_bind(self._paths.bosh)
@@ -217,6 +232,7 @@ class DiskMounts:
         return self._binds
 
     def _recorded_unmounted(self) -> frozenset[str]:
+        """Return the cids in the file that lists unmounted disks. An unreadable file counts as empty."""
         try:
             return frozenset(wire.decode(files.read(self._paths.taken_down, is_own=True), dict[str, str]))
         except (OSError, ValueError):
@@ -235,11 +251,15 @@ class DiskMounts:
     # --- carrying out steps -------------------------------------------------------------------------------------------
 
     def carry_out(self, steps: Sequence[Step]) -> None:
-        """Carry out the steps in order, up to the first that fails."""
+        """Carry out the steps in order, up to the first that fails.
+
+        If one step mounts something over a volume, and a later one marks the volume as unmounted, the marker is written
+        through a descriptor opened beforehand.
+        """
         places = [step.place for step in steps if isinstance(step, decisions.Show)]
         with ExitStack() as opened:
             covered: dict[Path, Path] = {}
-            for step in steps:  # keep a descriptor of each volume that a later mount will hide
+            for step in steps:
                 if isinstance(step, decisions.Unclaim) and step.volume in places:
                     descriptor = os.open(step.volume, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                     opened.callback(os.close, descriptor)
@@ -248,6 +268,7 @@ class DiskMounts:
                 self._carry_out(step, covered)
 
     def _carry_out(self, step: Step, covered: dict[Path, Path]) -> None:
+        """Carry out one step. ``covered`` maps volumes that a mount covers to paths that still lead to them."""
         match step:
             case decisions.Take(cid, volume):
                 markers.set_aside(volume)
@@ -284,29 +305,32 @@ class DiskMounts:
         enough, because the marker cannot be written if the disk is full or read-only, and the file cannot be written if
         the root file system is full. A disk on the migration target needs its marker.
         """
-        marker, unmarked = step.marker, None
+        marker, marker_error = step.marker, None
         if not step.is_marked:
             try:
                 markers.write(step.volume, marker)
             except HostError as exc:
-                there = markers.read(step.volume)
-                is_known = there is not None and (there.cid, there.role) == (marker.cid, marker.role)
-                if not is_known and (there is not None or marker.role == "target"):
+                existing = markers.read(step.volume)
+                is_known = existing is not None and (existing.cid, existing.role) == (marker.cid, marker.role)
+                # Fail if the old marker is still there, because it would contradict the file on the root file system.
+                # Also fail if there is no other record, which is the case for the migration target.
+                if not is_known and (existing is not None or marker.role == "target"):
                     raise
                 logger.warning("%s; another container would not recognize the disk", exc)
-                unmarked = None if is_known else exc
+                marker_error = None if is_known else exc
         self._record_unmounted(marker.cid, is_unmounted=False)
         if marker.role == "store":
             try:
                 files.write_atomic(self._paths.managed_disk, marker.cid.encode(), if_changed=True)
             except HostError as exc:
-                if unmarked is not None:
+                if marker_error is not None:
                     raise
                 logger.warning("%s; the marker on disk %s still records where it belongs", exc, marker.cid)
 
     def _unclaim(self, step: decisions.Unclaim, covered: dict[Path, Path]) -> None:
-        """Record that a disk is unmounted. Raises ``HostError`` if neither the disk nor the root file system can be
-        written to.
+        """Record that a disk is unmounted. Raises ``HostError`` if the disk has a marker, but neither the disk nor the
+        root file system can be written to. Without a marker, a failure is only logged. For ``covered``, see
+        :meth:`_carry_out`.
         """
         if step.is_managed:
             self._paths.managed_disk.unlink(missing_ok=True)
@@ -325,6 +349,9 @@ class DiskMounts:
                 self._record_unmounted(step.cid, is_unmounted=True)
 
     def _record_unmounted(self, cid: str, *, is_unmounted: bool) -> None:
+        """Add a disk to the file that lists unmounted disks, or remove it from the list. The file contains a JSON
+        object, because ``state_backup`` regards anything else as damaged.
+        """
         before = self._recorded_unmounted()
         after = before | {cid} if is_unmounted else before - {cid}
         if after != before:

@@ -1,8 +1,8 @@
 """Handles the Director's disk requests. This is the asynchronous part of the disk service.
 
 For each request, the service examines the disks, a function of ``decisions`` returns the necessary steps, and
-``mounting`` carries them out. Then the disks are examined again to verify the outcome. Requests that change
-anything run as tasks, one at a time. Failures raise ``ActionError`` or ``HostError``.
+``mounting`` carries them out. Then the disks are examined again to verify the outcome. ``mount_disk``,
+``unmount_disk`` and ``migrate_disk`` run as tasks, one at a time. Failures raise ``ActionError`` or ``HostError``.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Disks:
     """This instance's persistent and dynamic disks.
 
     ``settings`` and ``instance`` (the id in the apply spec, or "") are called whenever the disks are examined.
-    ``of_jobs`` returns the pids that may be terminated to release a disk. If ``binds`` is None, a trial mount shows
-    whether this container may create bind mounts.
+    ``of_jobs`` returns the pids that the agent is allowed to terminate in order to release a disk. If ``binds`` is
+    None, a trial mount shows whether this container is allowed to create bind mounts.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class Disks:
         self.timeouts = timeouts
         self._mounts = DiskMounts(paths, settings, instance, leases, binds)
         self._running = ""
+        """The disk request in progress, as errors name it, or ""."""
         self._error = ""
         """Why the last attempt to restore the mounts failed, or "". ``problem`` quotes it if the disk that belongs on
         the store is missing.
@@ -115,8 +116,8 @@ class Disks:
                 logger.warning("cannot link %s to disk %s: %s", wanted.name, wanted.cid, exc)
 
     async def problem(self) -> str:
-        """Return the reason why no job may start, or "". The reason is a missing disk that belongs on the store, or a
-        disk request that is still in progress.
+        """Return the reason why no job may start, or "". The reason is a disk request in progress, a missing disk that
+        belongs on the store, or doubt about which disk belongs there (:class:`.decisions.Placement`).
         """
         if self._running:
             return f"{self._running} is in progress"
@@ -138,15 +139,17 @@ class Disks:
         return view
 
     async def _look(self) -> View:
+        """Examine all disks."""
         return self._seen(await asyncio.to_thread(self._mounts.look))
 
     async def _fulfil(self, decide: Decision, *cids: str, view: View | None = None) -> View:
         """Carry out the steps that a request needs, starting from ``view`` or, without one, from a new examination of
-        the disks. Return the resulting view.
+        the disks. ``cids`` are the remaining arguments of ``decide``. Return the resulting view.
         """
         return self._seen(await asyncio.to_thread(self._mounts.fulfil, decide, *cids, view=view))
 
     def _seen(self, view: View) -> View:
+        """Update ``is_mounted`` from a new view, and return the view."""
         self.is_mounted = bool(view.on_store) or view.has_unknown_volume
         return view
 
@@ -155,18 +158,18 @@ class Disks:
     async def add(self, cid: str, hint: Any) -> None:
         """Store the CPI's hint for a disk. Raises ``ActionError`` for a disk without a cid.
 
-        The Go agent accepts an empty cid. In this agent, the empty cid means that a mount is not a known disk
-        (:class:`View`).
+        The Go agent accepts an empty cid, but this agent uses it for a mount that is not a known disk (:class:`View`).
         """
         if not cid:
             raise ActionError("cannot keep the hint: the disk has no cid")
         await asyncio.to_thread(self._change_hints, cid, hints.from_hint(cid, hint, self._settings().source.env))
 
     async def remove(self, cid: str) -> None:
-        """Remove the hint, if any."""
+        """Remove the CPI's hint for a disk, if there is one."""
         await asyncio.to_thread(self._change_hints, cid, None)
 
     def _change_hints(self, cid: str, disk: DiskSettings | None) -> None:
+        """Replace a disk's hint, or remove it if ``disk`` is None."""
         before = hints.load(self._paths.disk_hints)
         after = {other: known for other, known in before.items() if other != cid}
         if disk is not None:
@@ -175,7 +178,7 @@ class Disks:
             hints.save(self._paths.disk_hints, after)
 
     async def find(self, cid: str) -> DiskSettings:
-        """Return the settings of a disk. Raises ``ActionError`` with the Go agent's text if no such disk is known."""
+        """Return a disk's settings. Raises ``ActionError`` with the Go agent's message if no such disk is known."""
         known = await asyncio.to_thread(self._mounts.known)
         if cid in known:
             return known[cid]
@@ -186,8 +189,8 @@ class Disks:
     # --- list, mount, unmount -----------------------------------------------------------------------------------------
 
     async def list(self) -> list[str]:
-        """Restore missing mounts, then return the cids of the disks that are mounted or have a symlink in
-        ``instance/disks``. The disk that is mounted on the store comes first.
+        """Restore missing mounts, unless a disk request is in progress. Then return the cids of the disks that are
+        mounted or have a symlink in ``instance/disks``. The disk that is mounted on the store comes first.
         """
         view = await (self._look() if self._running else self._restored())
         return list(dict.fromkeys(cid for cid in (view.on_store, view.on_target, *view.links) if cid))
@@ -196,7 +199,7 @@ class Disks:
         """Mount a disk on the store, or on the migration target if the store already has another disk. Idempotent."""
         with self._exclusively(f"mount_disk {cid}"):
             deadline = time.monotonic() + self.timeouts.arrival
-            while True:
+            while True:  # wait until the volume appears
                 found = await self._look()
                 disk = found.disks.get(cid)
                 if disk is None or disk.volume is not None or disk.unusable or time.monotonic() > deadline:
@@ -205,8 +208,9 @@ class Disks:
             decisions.present(found, cid)  # raises if the disk is unknown or has no usable volume
             view: View | None = found
             deadline = time.monotonic() + self.timeouts.rival
-            while True:
+            while True:  # wait until another agent's lease expires
                 try:
+                    # Restore the other mounts first, because they determine where this disk is mounted.
                     view = await self._fulfil(decisions.steps_to_restore, view=view)
                     view = await self._fulfil(decisions.steps_to_mount, cid, view=view)
                     break
@@ -214,12 +218,14 @@ class Disks:
                     if time.monotonic() > deadline:
                         raise
                 await asyncio.sleep(self.timeouts.look)
-                view = None
+                view = None  # examine the disks again
             if view.point_of(cid) is None:
                 raise ActionError(f"cannot mount disk {cid}: it is not mounted afterwards")
 
     async def unmount(self, cid: str) -> str:
-        """Unmount a disk wherever it is mounted. Return the text of the reply."""
+        """Unmount a disk wherever it is mounted, and remove its links in ``instance/disks``. Return a message for the
+        Director that says whether anything changed.
+        """
         known = await self.find(cid)
         with self._exclusively(f"unmount_disk {cid}"):
             view = await self._look()
@@ -231,11 +237,14 @@ class Disks:
                 await asyncio.to_thread(files.remove_tree, link)
             if still := after.point_of(cid):
                 raise ActionError(f"disk {cid} is still mounted on {still.path}")
-        is_undone = point is not None or cid in view.links
-        return f"Unmounted partition of {known}" if is_undone else f"Partition of {known} is not mounted"
+        has_changed = point is not None or cid in view.links
+        return f"Unmounted partition of {known}" if has_changed else f"Partition of {known} is not mounted"
 
     @contextmanager
     def _exclusively(self, what: str) -> Iterator[None]:
+        """Keep other disk requests from running during the block. Raises ``ActionError`` if one is already running.
+        ``what`` names this request in errors.
+        """
         if self._running:
             raise ActionError(f"cannot {what}: {self._running} is in progress")
         self._running = what
@@ -251,22 +260,23 @@ class Disks:
         used = [path for path in {place, volume} if path is not None]
         deadline = time.monotonic() + self.timeouts.use
         while holders := await asyncio.to_thread(volumes.holders, used):
+            # As long as job processes exit, there is progress, so the deadline does not matter.
             if not await self._end_jobs(holders) and time.monotonic() > deadline:
                 raise ActionError(f"{place} is in use: {'; '.join(map(str, holders))}")
             await asyncio.sleep(self.timeouts.look)
 
     async def _end_jobs(self, holders: Iterable[volumes.Holder]) -> bool:
-        """Terminate job processes among ``holders``. Return True if at least one has exited, because unmounting may
-        then succeed.
+        """Terminate job processes among ``holders``. Return True if at least one has exited, which means that the
+        disk may now be unused.
         """
         of_jobs = await asyncio.to_thread(self._of_jobs)
-        leftovers = [holder for holder in holders if holder.pid in of_jobs]
-        left: Collection[tuple[int, int]] = {(holder.pid, holder.start_ticks) for holder in leftovers}
-        for holder in leftovers:
+        job_holders = [holder for holder in holders if holder.pid in of_jobs]
+        alive: Collection[tuple[int, int]] = {(holder.pid, holder.start_ticks) for holder in job_holders}
+        for holder in job_holders:
             logger.warning("terminating a process of a job: %s", holder)
         for sig, within in ((signal.SIGTERM, self.timeouts.grace), (signal.SIGKILL, process.KILL_TIMEOUT_S)):
-            left = await process.send_all(left, sig, within)
-        return len(left) < len(leftovers)
+            alive = await process.send_all(alive, sig, within)
+        return len(alive) < len(job_holders)
 
     # --- migrate ------------------------------------------------------------------------------------------------------
 
@@ -295,7 +305,7 @@ class Disks:
                 await self._fulfil(decisions.steps_to_swap, source.cid, target.cid)
             finally:
                 self.progress = None
-                await self._restored()
+                await self._restored()  # after a failure, this undoes or completes the swap
 
     # --- links --------------------------------------------------------------------------------------------------------
 
@@ -319,7 +329,7 @@ class Disks:
         place = hints.from_hint(cid, hint, self._settings().source.env).place
         with errors_as(f"Timed out resolving device path for {cid}", ActionError):
             await self._wait_for_path(place)
-        assert place is not None, "it exists"
+        assert place is not None, "otherwise _wait_for_path raises"
         await asyncio.to_thread(files.swap_link, place, link)
 
     async def remove_dynamic(self, cid: str) -> None:
@@ -328,11 +338,12 @@ class Disks:
         await asyncio.to_thread(link.unlink, missing_ok=True)
 
     def dynamic_places(self) -> dict[str, Path]:
-        """Return the directories of mounted dynamic disks by cid. The disks are not accessed, because they may not
-        respond.
+        """Return the directories of mounted dynamic disks, keyed by cid. The disks are not accessed, because they might
+        not respond.
 
         A device is left out, because the volume driver that uses it decides where its file system is mounted.
         """
+        # If the base directory is not ``/var/vcap``, nothing is mounted in it, so every link counts.
         points = {mount.point for mount in mounts.mounts()} if self._paths.is_system else None
         found: dict[str, Path] = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self._paths.dynamic_disks) as entries:
@@ -343,7 +354,9 @@ class Disks:
         return found
 
     async def _wait_for_path(self, place: Path | None) -> None:
-        """Wait until ``place`` exists, whether as a volume, a device or a file. Raises ``ActionError`` on a timeout."""
+        """Wait until ``place`` exists as a volume, a device or a file, so that a link can point to it. Raises
+        ``ActionError`` on a timeout, or immediately if the CPI has named no path (None).
+        """
         deadline = time.monotonic() + self.timeouts.arrival
         while True:
             missing, is_linkable = await asyncio.to_thread(self._mounts.absence, place)

@@ -1,6 +1,6 @@
 """Creates log archives, which are uploaded for the Director or kept on disk for a download over ssh.
 
-The log types, names in the archive, patterns and texts match those of the Go agent
+The log types, names in the archive, patterns and messages match those of the Go agent
 (agent/logstarprovider/logs_tar_provider.go, agent/action/fetch_logs.go, bundle_logs.go). There are three differences.
 Logs are not copied before they are packed. No link is followed. If files change or vanish, the request does not fail,
 but the archive lists these files.
@@ -47,6 +47,7 @@ class Logs:
         self._paths = paths
         self._execute = execute
         self._turn = asyncio.Lock()
+        """Serializes calls of ``bundle``."""
 
     async def send(
         self,
@@ -58,7 +59,8 @@ class Logs:
         signed_url: str = "",
         headers: Mapping[str, str] = {},
     ) -> protocol.Done:
-        """Upload an archive to the signed URL or, without one, to the blobstore. Return its digests and the blob id.
+        """Pack logs, and upload the archive to the signed URL or, without one, to the blobstore. Return the archive's
+        digests and its blob id.
 
         ``kinds`` is a comma-separated list of ``job``, ``agent`` and ``system``. Without patterns, all files are
         packed. ``report`` is called with a description of each step as it begins.
@@ -75,6 +77,7 @@ class Logs:
 
     async def bundle(self, kinds: str, patterns: Sequence[str], owner: str) -> tuple[Path, str]:
         """Create an archive on disk for ``owner`` (a user or ``user:group``). Return its path and its sha512 (hex).
+        ``kinds`` and ``patterns`` have the same meaning as in ``send``.
 
         Concurrent calls are executed one after the other.
         """
@@ -112,7 +115,9 @@ class Logs:
             raise ActionError(f"cannot remove {path}: it is {what}")
 
     async def tidy(self) -> None:
-        """Remove incomplete and expired archives, and the oldest ones if there are too many."""
+        """Remove incomplete and expired archives, and the oldest ones if there are too many. If the directory is
+        missing, create it.
+        """
         with errors_as("Making logs tarball"):
             await asyncio.to_thread(_tidy, self._paths.bundled_logs)
 
@@ -124,6 +129,7 @@ class Logs:
         put: protocol.Put | None = None,
         report: Callable[[str], None] = lambda _: None,
     ) -> protocol.Done:
+        """Create an archive and, if ``put`` is given, upload it."""
         # If a kind is repeated, pack it once, at its last position.
         named = reversed(dict.fromkeys(reversed(kinds.split(","))))
         trees = [self._tree(kind, list(patterns) or ["**/*"]) for kind in named]
@@ -133,6 +139,7 @@ class Logs:
             async with asyncio.timeout(PACK_TIMEOUT_S) as timeout:
 
                 def packed(step: protocol.Progress) -> None:
+                    """Disable the timeout, because the archive is complete and is now being uploaded."""
                     timeout.reschedule(None)
                     report(step.phase)
 
@@ -142,6 +149,7 @@ class Logs:
             raise ActionError(f"Making logs tarball: no result within {PACK_TIMEOUT_S:g} seconds") from None
 
     def _tree(self, kind: str, patterns: list[str]) -> protocol.Tree:
+        """Return the files to pack for one kind of log. Raises ``ActionError`` for an unknown kind."""
         match kind:
             case "job":
                 return protocol.Tree(str(self._paths.sys / "log"), patterns=patterns)
@@ -155,9 +163,11 @@ class Logs:
 def _tidy(directory: Path) -> None:
     """Create the directory for archives, which other users can traverse but not list, and remove old archives."""
     files.make_dir(directory, 0o711)
+    # Take the time from the file system, because its clock may differ from the machine's.
     os.utime(directory)
     now = directory.stat().st_mtime
     by_age = sorted(directory.iterdir(), key=lambda path: path.lstat().st_mtime, reverse=True)
+    # Keep fewer than ``MAX_BUNDLES`` of the newest archives, because another one may be about to be created.
     for number, path in enumerate(by_age, 1):
         if number >= MAX_BUNDLES or files.is_leftover(path.name) or now - path.lstat().st_mtime > MAX_AGE_S:
             files.remove_tree(path)

@@ -68,6 +68,7 @@ class LogFile:
     def last(self, count: int) -> Iterator[bytes]:
         """Yield the last ``count`` lines before the read position, at most ``MAX_TAIL_BYTES`` in total."""
         found = guarded.chunks(self._descriptor, self._begin_of_last(count), self._place)
+        # The empty chunk makes ``_split`` yield the last line even if it has no line break yet.
         yield from self._split(chain((chunk for _, chunk in found), [b""]))
 
     def lines(self, allowed: int | None = None) -> Iterator[bytes]:
@@ -77,6 +78,7 @@ class LogFile:
         yield from self._split(self.chunks(allowed))
 
     def _split(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        """Yield the lines in ``chunks``. An incomplete last line is kept until the next call."""
         for chunk in chunks:
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             if not chunk and self._rest:  # an empty chunk marks the end of this file
@@ -95,7 +97,7 @@ class LogFile:
             yield from self._written(allowed)
             if not self._is_another():
                 return
-            yield from self._written(allowed)
+            yield from self._written(allowed)  # the job may have written more before the file was replaced
             yield b""
             self.close()
         with suppress(OSError):
@@ -103,8 +105,11 @@ class LogFile:
                 yield from self._written(allowed)
 
     def _written(self, allowed: int | None) -> Iterator[bytes]:
+        """Yield the unread bytes of the open file: all of them if ``allowed`` is None, otherwise at most the last
+        ``allowed`` bytes. If the file was truncated, first yield b"" (see :meth:`chunks`).
+        """
         size = os.fstat(self._descriptor).st_size
-        if size < self._place:
+        if size < self._place:  # the file was truncated
             yield b""
             self._place = 0
         if allowed is not None and size - self._place > allowed:
@@ -115,9 +120,7 @@ class LogFile:
             yield chunk
 
     def _is_another(self) -> bool:
-        """Return True if there is now another file at ``path``, or none, because the open file was renamed or
-        removed.
-        """
+        """Return True if the open file is no longer the one at ``path``, because it was renamed or removed."""
         try:
             found = guarded.status(self.path, self._root)
         except OSError:

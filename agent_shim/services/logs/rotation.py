@@ -2,11 +2,11 @@
 
 A stemcell uses logrotate and cron for this purpose, with a rule that the Go agent writes during each apply
 (platform/linux_platform.go). The rule rotates each ``*.log`` that is larger than 50 MB, in three directory levels below
-``sys/log``, with copytruncate, and keeps seven archives of it. In this agent, a worker process does the same every
+``sys/log``, with copytruncate, and keeps seven archives of each. In this agent, a worker process does the same every
 minute. In addition, the total size of all archives is limited.
 
 If two programs copy and truncate the same file, lines are lost. Therefore, the Go agent's rule is disabled while this
-agent runs, and ``handback`` enables it again.
+agent rotates the logs, and ``handback`` enables it again.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ MAX_JOB_ENTRIES: Final = 20_000
 """Maximum number of directory entries read per job."""
 LOOK_TIMEOUT_S: Final = 10.0
 ROTATE_TIMEOUT_S: Final = 1800.0
+NICE: Final = 10
+"""Niceness of rotation relative to the agent, so that jobs have priority."""
 ARCHIVE: Final = re.compile(r".*\.log\.[0-9]+\.gz", re.DOTALL)
 DISABLED_SUFFIX: Final = ".disabled"
 """Suffix that disables a rule, because logrotate skips files with it (``tabooext``)."""
@@ -98,7 +100,9 @@ class Rotation:
         self._spec_size = spec_size
 
     async def run(self) -> NoReturn:
-        """Rotate logs periodically, forever."""
+        """Rotate logs periodically, forever. As long as the Go agent's rule cannot be disabled, leave the logs to
+        logrotate.
+        """
         while True:
             await asyncio.sleep(clock.until_beat(self._limits.period))
             try:
@@ -108,13 +112,17 @@ class Rotation:
                 logger.error("cannot rotate the logs of jobs: %s", exc)
 
     async def rotate(self) -> None:
-        """Rotate logs above their size limit, then remove the oldest archives above the total limit."""
+        """Rotate the logs that exceed the size limit. Then remove the oldest archives until the others are within the
+        total limit.
+        """
         limit = self._size()
         found = await self._look(limit)
         # Rotate the smallest logs first, so that they do not have to wait for huge ones.
         if due := sorted(found.due, key=lambda log: log.size):
             logger.info("rotating %s", ", ".join(guarded.shown(log.path) for log in due))
-            most = max(self._limits.most, 2 * limit)  # the deployed spec may set a larger size
+            # The deployed spec's size limit may exceed ``most``. A log that has just reached that limit must be
+            # archived in full.
+            most = max(self._limits.most, 2 * limit)
             paths = [os.fsencode(log.path) for log in due]
             request = protocol.Rotate(str(self._root), paths, self._limits.keep, most)
             async with asyncio.timeout(ROTATE_TIMEOUT_S):
@@ -132,8 +140,8 @@ class Rotation:
             await blocking.call(_call_owner(path), partial(remove, self._root, path))
 
     async def _look(self, limit: int) -> Findings:
-        """Return the findings for all jobs. Each job is examined in a separate thread, so that a job whose volume hangs
-        does not delay the others.
+        """Return the findings for all jobs. Each job is examined in a separate thread with a timeout, so that a job
+        whose volume hangs does not hold up the others for long.
         """
         findings = Findings([], {})
         for job in await blocking.call("sys/log", partial(_jobs, self._root)):
@@ -149,9 +157,9 @@ class Rotation:
         """Return the size limit in bytes: the one in the deployed spec if it is valid, otherwise the one in
         agent.json.
         """
-        told = self._spec_size()
+        from_spec = self._spec_size()
         try:
-            return size(told) if told else self._limits.size
+            return size(from_spec) if from_spec else self._limits.size
         except ValueError as exc:
             logger.debug("properties.logging.max_log_file_size: %s", exc)
             return self._limits.size
@@ -196,7 +204,9 @@ def _call_owner(path: str) -> str:
 
 
 def _jobs(root: Path) -> list[str]:
-    """Return the names of the job directories, and "" for the files next to them. Blocks."""
+    """Return the jobs for :func:`look_at`: "" and every name in ``root``. A name may belong to a file instead of a job
+    directory, but ``look_at`` finds nothing below a file. Blocks.
+    """
     with guarded.held(root) as top, closing(guarded.open_directory(top, "")) as directory:
         return ["", *sorted(guarded.names(directory))]
 
@@ -206,12 +216,15 @@ def look_at(root: Path, job: str, limit: int) -> tuple[list[Found], list[Found]]
     belong to no job. Blocks.
 
     Links are neither followed nor returned. Files with a second hard link are not rotated, and therefore not returned,
-    because a job could give one file hundreds of names. At most ``MAX_JOB_ENTRIES`` are examined.
+    because a job could give one file hundreds of names. At most ``MAX_JOB_ENTRIES`` directory entries are examined.
     """
     logs: list[Found] = []
     archives: list[Found] = []
     with guarded.held(root) as top:
+        # ``depth`` counts from the start of the walk. A job's directory is already the second level. For the job "",
+        # only the first level is searched.
         for path, status in guarded.walk(top, job, depth=MAX_DEPTH - 1 if job else 1, limit=MAX_JOB_ENTRIES):
+            # Do not count holes. Files with a second hard link get size 0, so that they are left out below.
             size = min(status.st_size, status.st_blocks * guarded.BLOCK_BYTES) if status.st_nlink == 1 else 0
             if path.endswith(".log"):
                 if size > limit:
@@ -227,18 +240,22 @@ def surplus(found: Findings, total: int) -> list[str]:
     The next archive to remove is always the oldest of the job whose remaining archives take the most space, so a job
     with huge logs does not cause the removal of other jobs' archives.
     """
-    ahead = {job: deque(sorted(each, key=lambda one: one.modified)) for job, each in found.archives.items() if each}
-    sizes = {job: sum(one.size for one in each) for job, each in ahead.items()}
+    by_age = {
+        job: deque(sorted(archives, key=lambda archive: archive.modified))
+        for job, archives in found.archives.items()
+        if archives
+    }
+    sizes = {job: sum(archive.size for archive in archives) for job, archives in by_age.items()}
     excess = sum(sizes.values()) - total
     paths: list[str] = []
     while excess > 0:
-        job = min(ahead, key=lambda job: (-sizes[job], ahead[job][0].modified))
-        one = ahead[job].popleft()
-        paths.append(one.path)
-        excess -= one.size
-        sizes[job] -= one.size
-        if not ahead[job]:
-            del ahead[job]
+        job = min(by_age, key=lambda job: (-sizes[job], by_age[job][0].modified))
+        oldest = by_age[job].popleft()
+        paths.append(oldest.path)
+        excess -= oldest.size
+        sizes[job] -= oldest.size
+        if not by_age[job]:
+            del by_age[job]
     return paths
 
 

@@ -1,9 +1,8 @@
 """Selects log lines written at or after a given time.
 
-The time is read from the line itself, in the format of RFC 3339, Go's log package or nginx. In a JSON line, it is read
-from a field and may also be in seconds since 1970. A line without a time is treated as if it had the time of the
-preceding line. If a file has no times at all, its modification time is used. Times without a zone are UTC, as on
-stemcells.
+The timestamp is read from the line itself, in the format of RFC 3339, Go's log package or nginx. In a JSON line, it is
+read from a field and may also be a Unix time. A line without a timestamp has the timestamp of the preceding line. If a
+file contains no timestamps, its modification time is used. Timestamps without a time zone are UTC, as on stemcells.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def moment(text: str, now: float) -> float:
     1970. Raises ``ValueError``.
     """
     found = _DURATION.fullmatch(text)
-    if found and text:
+    if found and text:  # the pattern also matches an empty string
         days, hours, minutes, seconds = (int(number or 0) for number in found.groups())
         return now - (days * 86400 + hours * 3600 + minutes * 60 + seconds)
     if _CLOCK.fullmatch(text):
@@ -58,13 +57,15 @@ def written_at(line: bytes) -> float | None:
 
 
 def _of_parts(found: re.Match[bytes]) -> float:
-    year, _, *clock, fraction, zone = (part.decode() if part else "" for part in found.groups())
+    """Return the time in a match of ``_DATED``, in seconds since 1970."""
+    year, _separator, *clock, fraction, zone = (part.decode() if part else "" for part in found.groups())
     text = f"{year}-{clock[0]}-{clock[1]}T{':'.join(clock[2:])}"
     at = _utc(datetime.fromisoformat(text + ("" if zone in ("", "UTC") else zone)))
     return at.timestamp() + (float(f"0.{fraction}") if fraction else 0.0)
 
 
 def _utc(at: datetime) -> datetime:
+    """Return a time without a zone as UTC, and any other time unchanged."""
     return at if at.tzinfo else at.replace(tzinfo=UTC)
 
 
@@ -74,9 +75,10 @@ class Since:
     def __init__(self, moment: float) -> None:
         self._moment = moment
         self._is_wanted: dict[str, bool] = {}
+        """The last answer for each file, which also applies to the following lines without a timestamp."""
 
     def is_wanted(self, file: str, line: bytes, changed_at: Callable[[], float]) -> bool:
-        """Return True if a line of ``file`` was written at or after the given time. ``changed_at`` returns the file's
+        """Return True if a line of ``file`` was written at or after ``moment``. ``changed_at`` returns the file's
         modification time, which is used for the lines before the first one with a timestamp.
         """
         at = written_at(line)

@@ -62,8 +62,8 @@ class LogLine(NamedTuple):
 
 
 class Follower:
-    """Follows the log files of one job, or of all jobs if ``job`` is "", below ``directory``. Its methods block, so it
-    is meant for use in a thread or a command.
+    """Follows the log files below ``directory``: those of ``job``, or those of all jobs if ``job`` is "". The methods
+    block, so call them only in a thread or a command.
 
     If ``rate`` is set, at most that many bytes per second from each file are returned, and the rest is skipped. Files
     are identified by their paths below the directory, with surrogates for invalid UTF-8.
@@ -90,22 +90,27 @@ class Follower:
         self._clock = clock
         self._files: dict[str, LogFile] = {}
         self._crowded: set[str] = set()
-        """Jobs for which a line has already reported that they have too many files to follow."""
+        """Jobs with too many files to follow, for which a line has already reported this."""
         self._searched_at = float("-inf")
         self._looked_at = clock()
 
     def last(self, count: int) -> Iterator[LogLine]:
-        """Yield the last ``count`` lines of each file, file by file. ``poll`` continues after them."""
+        """Yield the last ``count`` lines of each file, file by file. ``poll`` continues after them. If a job has
+        too many files to follow, a line at the beginning says so.
+        """
         yield from self._search(at_end=True)
         for name in sorted(self._files):
             yield from (self._line(name, text) for text in self._files[name].last(count))
 
     def poll(self) -> Iterator[LogLine]:
-        """Yield the lines written since the last call. New files are read from the start."""
+        """Yield the lines written since the last call. New files are read from the start. If a job has too many files,
+        a line that says so is yielded once.
+        """
         now = self._clock()
         elapsed, self._looked_at = now - self._looked_at, now
         if now - self._searched_at >= SEARCH_PERIOD_S:
             yield from self._search(at_end=False)
+        # Allow at least the bytes of one poll interval, because the first call may come right after the constructor.
         allowed = None if self._rate is None else int(self._rate * max(elapsed, POLL_S))
         for name in list(self._files):
             yield from (self._line(name, text) for text in self._files[name].lines(allowed))
@@ -123,11 +128,12 @@ class Follower:
 
     def close(self) -> None:
         """Close all files."""
-        for one in self._files.values():
-            one.close()
+        for log in self._files.values():
+            log.close()
         self._files.clear()
 
     def _line(self, name: str, text: bytes) -> LogLine:
+        """Return ``text`` as a line of the file ``name``, a path of the form JOB/FILE."""
         job, _, file = name.partition("/")
         return LogLine(job, guarded.shown(file), text)
 
@@ -143,6 +149,7 @@ class Follower:
                 found = guarded.walk(top, job, depth=MAX_DEPTH, limit=MAX_JOB_ENTRIES, skipped=self._skip)
                 room = share - sum(name.startswith(f"{job}/") for name in self._files)
                 new = (each for each in found if each.path.endswith(self._names) and each.path not in self._files)
+                # Take one file more than can be followed, to find out whether there are too many.
                 wanted = heapq.nlargest(max(0, room) + 1, new, key=lambda each: each.status.st_mtime_ns)
                 for each in sorted(wanted[: max(0, room)]):
                     self._open(each.path, at_end=at_end)
@@ -151,20 +158,24 @@ class Follower:
                     yield LogLine(job, "*", b"(only %d files of this job are followed: it has more)" % share)
 
     def _jobs(self, top: int) -> list[str]:
+        """Return all names in the directory. Those that are not directories are reported to ``refused`` later."""
         with closing(guarded.open_directory(top, "")) as directory:
             return sorted(guarded.names(directory))
 
     def _open(self, name: str, *, at_end: bool) -> None:
-        one = LogFile(str(self._directory / name), str(self._directory))
+        """Start following a file. A file that must not be read is reported to ``refused``."""
+        log = LogFile(str(self._directory / name), str(self._directory))
         with self._refusing(name):
-            if one.open(at_end=at_end):
-                self._files[name] = one
+            if log.open(at_end=at_end):
+                self._files[name] = log
 
     def _skip(self, path: str, why: OSError | None) -> None:
+        """Report to ``refused`` that a directory could not be read or, if ``why`` is None, has too many entries."""
         self._refused(guarded.shown(path), why.strerror or str(why) if why else f"over {MAX_JOB_ENTRIES} entries")
 
     @contextmanager
     def _refusing(self, path: str) -> Iterator[None]:
+        """Report an ``OSError`` in the block to ``refused``, as the reason why ``path`` is not read."""
         try:
             yield
         except OSError as exc:
@@ -186,7 +197,7 @@ def stream(directory: Path, *, as_json: bool, out: TextIO) -> None:
             while not pause.wait(POLL_S):
                 for line in follower.poll():
                     data = f"{line.as_json() if as_json else line.plain()}\n".encode(errors="backslashreplace")
-                    while data:
+                    while data:  # a write may be incomplete
                         data = data[raw.write(data) or 0 :]
 
     threading.Thread(target=run, name="job logs", daemon=True).start()  # noqa: TID251 - runs until the exit
