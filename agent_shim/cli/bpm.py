@@ -64,7 +64,9 @@ class Flag(NamedTuple):
 
 
 class Verb(NamedTuple):
-    """A verb of the ``bpm`` command. ``flags`` does not include ``--help``."""
+    """A verb of the ``bpm`` command. ``of_job`` is True if the verb needs the name of a job. ``flags`` does not include
+    ``--help``.
+    """
 
     run: Callable[[CommandLine], int]
     about: str
@@ -73,7 +75,9 @@ class Verb(NamedTuple):
 
 
 class CommandLine(NamedTuple):
-    """A parsed command line: the base directory, the verb, the words after it, and the values of flags."""
+    """A parsed command line: the base directory, the verb, the words after it, and the values of flags. ``name`` is the
+    verb, or "" if there is none or it is unknown. An unknown verb is the first of the ``words``.
+    """
 
     base: str
     name: str
@@ -100,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         import signal
 
-        # The reader closed the pipe, as `head` does. Die of SIGPIPE, as the Go program does.
+        # The reader closed the pipe, as `head` does. Let SIGPIPE kill this process, as it kills the Go program.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.raise_signal(signal.SIGPIPE)
         raise
@@ -109,12 +113,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(safetext.lines(f"Error: {exc}"), file=sys.stderr)
         return exc.code
     except (BpmError, NoAgentError, OSError) as exc:
+        # An OSError without a file name comes from this program's own code and not from a system call, so its strerror
+        # is the whole message.
         why = exc.strerror if isinstance(exc, OSError) and exc.filename is None and exc.strerror else exc
         print(safetext.lines(f"Error: {why}"), file=sys.stderr)
         return exc.code if isinstance(exc, BpmError) else FAILED
 
 
 def _main(base: str, arguments: list[str]) -> int:
+    """Run the verb in ``arguments`` and return the exit code. Raises the errors that ``main`` reports."""
     if arguments[:1] == ["help"]:
         return _help(arguments[1] if len(arguments) > 1 else "")
     call, verb = _read(base, arguments)
@@ -123,7 +130,7 @@ def _main(base: str, arguments: list[str]) -> int:
     if call.flags.version:
         print(__version__)
         return 0
-    if verb is None:
+    if verb is None:  # "Exit code 1" is what the real bpm prints if it is called without a verb
         raise BpmError(f'unknown command "{call.words[0]}" for "bpm"') if call.words else UsageError("Exit code 1")
     if (verb.of_job or call.name == "list") and not _may_ask(base):
         raise BpmError(NOT_ROOT)
@@ -133,7 +140,7 @@ def _main(base: str, arguments: list[str]) -> int:
 
 
 def _may_ask(base: str) -> bool:
-    """Return True for root and, if the agent does not run as root, for the agent's own user."""
+    """Return True for root and for the agent's own user, who owns the control socket."""
     try:
         return os.geteuid() == 0 or os.geteuid() == os.stat(f"{base}/{SOCKET}").st_uid  # noqa: PTH116 - importing pathlib is slow
     except OSError:
@@ -164,7 +171,7 @@ def _read(base: str, arguments: list[str]) -> tuple[CommandLine, Verb | None]:
     try:
         flags, unknown = parser.parse_known_intermixed_args(_joined(known, rest))
     except argparse.ArgumentError as exc:
-        last = rest[-1]
+        last = rest[-1]  # only the last word can be a flag without its argument
         if exc.message == "expected one argument":
             raise UsageError(
                 f"flag needs an argument: {last if last[:2] == '--' else f'{last[-1]!r} in {last}'}"
@@ -182,7 +189,8 @@ def _joined(known: Sequence[Flag], words: Sequence[str]) -> list[str]:
     """Rewrite the flags so that argparse parses them as cobra does: a value may begin with a dash, and a switch may
     have ``=true`` or ``=false``.
 
-    If a switch is repeated, its last value is used. Raises ``UsageError``.
+    If a switch is repeated, its last value is used. Anything else, such as an unknown flag or a flag without its value,
+    is left to argparse, which reports it. Raises ``UsageError`` for an invalid value of a switch.
     """
     flags = {spelling: flag for flag in known for spelling in flag.spellings}
     joined: list[str] = []
@@ -197,13 +205,14 @@ def _joined(known: Sequence[Flag], words: Sequence[str]) -> list[str]:
         elif flag is None or flag.kind or not equals or value in TRUE:
             joined.append(word if flag is None or flag.kind else name)
         elif value in FALSE:
-            joined = [each for each in joined if each not in flag.spellings]
+            joined = [earlier for earlier in joined if earlier not in flag.spellings]
         else:
             raise UsageError(f'invalid argument "{value}" for "{", ".join(flag.spellings)}" flag')
     return joined
 
 
 def _number(text: str) -> int:
+    """Parse a number. The error contains only ``text``, because ``_read`` adds the rest of the message."""
     try:
         return int(text)
     except ValueError:
@@ -211,16 +220,17 @@ def _number(text: str) -> int:
 
 
 def _help(name: str) -> int:
+    """Print the help for a verb, or for ``bpm`` itself if there is no verb ``name``. Return the exit code 0."""
     verb = VERBS.get(name)
     print(f"{verb.about if verb else ABOUT}\n\n{_usage(name if verb else '')}")
     return 0
 
 
 def _usage(name: str) -> str:
-    """Return the usage text in cobra's format."""
+    """Return the usage text for a verb, or for all verbs if ``name`` is "", in cobra's format."""
     if not name:
         width = max(map(len, VERBS)) + 1
-        verbs = "\n".join(f"  {each:<{width}} {verb.about}" for each, verb in sorted(VERBS.items()))
+        verbs = "\n".join(f"  {word:<{width}} {verb.about}" for word, verb in sorted(VERBS.items()))
         more = 'Use "bpm [command] --help" for more information about a command.'
         flags = _flags([HELP, VERSION])
         return f"Usage:\n  bpm [flags]\n  bpm [command]\n\nAvailable Commands:\n{verbs}\n\nFlags:\n{flags}\n\n{more}\n"
@@ -230,6 +240,7 @@ def _usage(name: str) -> str:
 
 
 def _flags(flags: Sequence[Flag]) -> str:
+    """Return the usage lines for flags."""
     names = [
         f"{', '.join(flag.spellings) if flag.short else f'    --{flag.name}'} {flag.kind}".rstrip() for flag in flags
     ]
@@ -241,33 +252,39 @@ def _flags(flags: Sequence[Flag]) -> str:
 
 
 def _ask(call: CommandLine, verb: str = "", **more: Any) -> Any:
+    """Send ``verb`` (by default the one on the command line) and the fields ``more`` to the agent, and return the value
+    in its reply. Raises ``BpmError`` and ``NoAgentError``.
+    """
     from agent_shim.edges import control_client
 
     request = {"command": "bpm", "verb": verb or call.name, "job": call.job, "process": call.process}
     reply = control_client.ask(f"{call.base}/{SOCKET}", request | more, timeout=ANSWER_TIMEOUT_S)
-    if "value" not in reply:
+    if "value" not in reply:  # ``bpm_api`` reports an "error", but an agent that is not ready reports an "exception"
         raise BpmError(reply.get("error") or reply["exception"]["message"])
     return reply["value"]
 
 
-def _order(call: CommandLine) -> int:
+def _change(call: CommandLine) -> int:
+    """Run a verb that prints nothing, such as ``start``."""
     _ask(call)
     return 0
 
 
 def _pid(call: CommandLine) -> int:
-    print(_running(call))
+    print(_running_pid(call))
     return 0
 
 
-def _running(call: CommandLine) -> int:
-    found: int = _ask(call, "pid")
-    if not found:
+def _running_pid(call: CommandLine) -> int:
+    """Return the pid of the process. Raises ``BpmError`` if it is not running."""
+    pid: int = _ask(call, "pid")
+    if not pid:
         raise BpmError(NOT_RUNNING)
-    return found
+    return pid
 
 
 def _list(call: CommandLine) -> int:
+    """Print a table of all processes. Errors in bpm.yml files are printed to standard error."""
     from agent_shim.edges import control_client
 
     reply = control_client.ask(f"{call.base}/{SOCKET}", {"command": "bpm", "verb": "list"})
@@ -283,7 +300,7 @@ def _list(call: CommandLine) -> int:
 
 
 def _version(call: CommandLine) -> int:
-    if call.words:
+    if call.words:  # `bpm version` takes no arguments
         print(_usage("version"), file=sys.stderr)
         return FAILED
     print(__version__)
@@ -291,22 +308,26 @@ def _version(call: CommandLine) -> int:
 
 
 def _logs(call: CommandLine) -> int:
+    """Print the last lines of the process's logs, by default only of stdout. All requested files must exist."""
     from agent_shim.cli import bpm_logs
 
     flags = call.flags
-    streams = ["stdout"] * (flags.all or not flags.err) + ["stderr"] * (flags.all or flags.err)
-    wanted = [_log(call, stream) for stream in streams]
-    found = [log.open() for log in wanted]
-    if not all(found):
+    streams = ["stdout", "stderr"] if flags.all else ["stderr"] if flags.err else ["stdout"]
+    logs = [_log(call, stream) for stream in streams]
+    opened = [log.open() for log in logs]
+    if not all(opened):
         raise BpmError("logs not found")
+    # The default and the treatment of negative numbers match the real bpm, which runs tail.
     lines = 25 if flags.lines is None else abs(flags.lines)
-    bpm_logs.show(wanted, lines, is_named=len(wanted) > 1 and not flags.quiet, follows=flags.follow)
+    bpm_logs.show(logs, lines, is_named=len(logs) > 1 and not flags.quiet, follows=flags.follow)
     return 0
 
 
 def _log(call: CommandLine, stream: str) -> Log:
+    """Return the log file of the process for ``stream`` (stdout or stderr)."""
     from agent_shim.cli.bpm_logs import Log
 
+    # Names such as ``..`` must not lead out of the log directory.
     if any("/" in word or word.startswith(".") for word in (call.job, call.process)):
         raise BpmError("logs not found")
     root = f"{call.base}/sys/log"
@@ -314,8 +335,8 @@ def _log(call: CommandLine, stream: str) -> Log:
 
 
 def _trace(call: CommandLine) -> int:
-    """Trace the process and its children with strace (the real bpm traces the container's init). Ctrl-C ends the trace
-    with exit code 0.
+    """Trace the process and its descendants with strace (the real bpm traces the container's init). Ctrl-C ends the
+    trace with exit code 0.
     """
     tree = _ask(call, "tree")
     if not tree:
@@ -331,11 +352,17 @@ def _trace(call: CommandLine) -> int:
 
 
 def _shell(call: CommandLine) -> int:
+    """Run a shell in the environment and the mount namespace of the process, on a new terminal. Return the shell's exit
+    code.
+
+    The agent's reply contains the launcher's command line, and the order that the launcher reads from a file
+    descriptor. The order says what to run, and where.
+    """
     import json
 
     from agent_shim.host import pseudo_terminal
 
-    pid = _running(call)
+    pid = _running_pid(call)
     reply = _ask(call)
 
     order = reply["order"]
@@ -343,6 +370,7 @@ def _shell(call: CommandLine) -> int:
     order["env"]["TERM"] = os.environ.get("TERM", "")
 
     def argv(terminal: int | None) -> tuple[list[str], int]:
+        """Return the command, and a descriptor that it inherits."""
         order["terminal"] = terminal
         descriptor = os.memfd_create("order")  # not a file on disk, because the environment may contain secrets
         os.write(descriptor, json.dumps(order).encode() + b"\n")
@@ -353,7 +381,10 @@ def _shell(call: CommandLine) -> int:
 
 
 def _run(call: CommandLine) -> int:
-    """Run the process, and print its logs until it exits. A signal to this command terminates the process."""
+    """Run the process, and print its logs until it exits. A signal to this command terminates the process.
+
+    The request blocks until the process exits, so a thread sends it, while this thread prints the logs.
+    """
     import contextlib
     import signal
     import threading
@@ -363,8 +394,9 @@ def _run(call: CommandLine) -> int:
     outputs = (("stdout", sys.stdout.buffer), ("stderr", sys.stderr.buffer))
     logs = [(_log(call, name), stream) for name, stream in outputs]
     for log, _ in logs:
-        log.open()
+        log.open()  # starts at the end of the file, so that only new output is printed
     ended: list[int | Exception] = []
+    """The exit code of the process, or the error of the request, as soon as one is known."""
 
     def wait() -> None:
         try:
@@ -373,10 +405,10 @@ def _run(call: CommandLine) -> int:
             ended.append(exc)
 
     def ask_to_end() -> None:
-        with contextlib.suppress(BpmError, NoAgentError):  # the request that runs the errand reports the error
+        with contextlib.suppress(BpmError, NoAgentError):  # the request to run the process reports the error
             _ask(call, "end run")
 
-    def end(*_: object) -> None:
+    def end(*_: object) -> None:  # in a thread, so that the loop below continues to print the logs
         threading.Thread(target=ask_to_end, daemon=True).start()  # noqa: TID251 - no event loop
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -386,12 +418,12 @@ def _run(call: CommandLine) -> int:
     is_over = False
     while not is_over:
         waiting.join(bpm_logs.POLL_S)
-        is_over = bool(ended)
+        is_over = bool(ended)  # checked before copying, so that the last copy includes the final output
         for log, stream in logs:
             bpm_logs.copy(log, stream)
     if isinstance(ended[0], Exception):
         raise ended[0]
-    if ended[0]:
+    if ended[0]:  # as in the real bpm, the message contains the status twice
         raise BpmError(f"failed to run job-process: exit status {ended[0]} (exit status {ended[0]})", ended[0])
     return 0
 
@@ -414,8 +446,8 @@ _LOGS = (
     Flag("quiet", "q", "", "omit the headers with the file names"),
 )
 VERBS = {
-    "start": Verb(_order, "start a process", [_PROCESS]),
-    "stop": Verb(_order, "stop a process", [_PROCESS]),
+    "start": Verb(_change, "start a process", [_PROCESS]),
+    "stop": Verb(_change, "stop a process", [_PROCESS]),
     "run": Verb(_run, "run a process and wait until it ends", _RUN),
     "pid": Verb(_pid, "print the process id", [_PROCESS]),
     "list": Verb(_list, "show all processes", of_job=False),

@@ -28,13 +28,14 @@ class Log(LogFile):
         """Keeps the bytes of an incomplete character until the rest of the character has been written."""
 
     def open(self, *, at_end: bool = True) -> bool:
+        """Do the same as ``LogFile.open``, but raise errors whose message contains the path."""
         try:
             return super().open(at_end=at_end)
         except OSError as exc:
             raise OSError(exc.errno, f"cannot read {self.path}: {exc.strerror or exc}") from exc
 
     def shown(self, data: bytes, out: BinaryIO) -> bytes:
-        """Format the next bytes for ``out``. For a terminal, escape sequences are made visible; otherwise the bytes are
+        """Format ``data`` for ``out``. For a terminal, escape sequences are made visible; otherwise the bytes are
         unchanged.
         """
         if not out.isatty():
@@ -43,7 +44,7 @@ class Log(LogFile):
 
 
 def copy(log: Log, out: BinaryIO) -> None:
-    """Write to ``out`` the bytes that were added to the log since the last call."""
+    """Write to ``out`` the bytes that were added to the log since the last call, or since it was opened."""
     out.writelines(log.shown(chunk, out) for chunk in log.chunks())
     out.flush()
 
@@ -62,13 +63,14 @@ def show(logs: Sequence[Log], count: int, *, is_named: bool, follows: bool) -> N
             out.flush()
             time.sleep(POLL_S)  # noqa: TID251 a command has no event loop
             for log in logs:
-                for chunk in filter(None, log.chunks()):
+                for chunk in filter(None, log.chunks()):  # an empty chunk only marks the end of a renamed file
                     latest = _head(out, log, latest) if is_named else log
                     out.write(log.shown(chunk, out))
     out.flush()
 
 
 def _head(out: BinaryIO, log: Log, latest: Log | None) -> Log:
+    """Write the header of ``log`` unless ``latest``, the log that was printed last, is the same one. Return ``log``."""
     if log is not latest:
         out.write(b"\n" * (latest is not None) + f"==> {log.path} <==\n".encode())
     return log

@@ -1,10 +1,13 @@
 """``agent-shim check``: validate the content of configuration files, on any machine.
 
 It does not check whether the users and paths in the files exist. A ``depends on`` target that no given file defines is
-only a warning, because another job may define it. The command treats two things as errors although the daemon accepts
-them. One is a program whose path is not absolute, which may result from a typo such as ``start progam "/x"``. The other
-is an unknown key in agent.json, which the daemon ignores with a warning, because the file may have been written for a
-newer version.
+only a warning, because another job may define it. The command treats three things as errors although the daemon accepts
+them:
+
+- A program whose path is not absolute, or whose arguments look like a mistyped statement, as in ``start progam "/x"``.
+- A start or stop program that is a ``bpm`` command for a process that the job's bpm.yml does not define.
+- An unknown key in agent.json. The daemon ignores it with a warning, because the file may have been written for a newer
+  version.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ UNMANAGED: Final = "lacks `group vcap`, so a Director does not start, stop or re
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a file according to its base name, or "" if the name is ambiguous."""
+    """Return the kind of a file according to its base name, or "" if the name does not reveal the kind."""
     if name == "monit" or name.endswith((".monit", ".monitrc")):
         return "monit"
     if name == "bpm.yml" or name.endswith(".bpm.yml"):
@@ -50,8 +53,8 @@ def kind_of(name: str) -> str:
 
 
 def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_strict: bool = False) -> int:
-    """Check each file as a file of the given ``kind`` or, if that is None, of the kind that its name indicates. Return
-    the exit code of the worst result.
+    """Check ``files``. Each is treated as a file of the kind ``kind`` or, if that is None, of the kind that its name
+    indicates. Return the exit code of the worst result.
 
     If ``as_json`` is set, print a list of ``{file, kind, is_good, mistakes, warnings}``. If ``is_strict`` is set,
     statements and keys without effect are listed under ``mistakes`` rather than ``warnings``. Unknown keys in
@@ -72,10 +75,11 @@ def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_s
         except OSError as exc:
             report.is_missing = True
             report.mistakes.append(f"cannot read {report.file}: {exc.strerror}")
-        (report.mistakes if is_strict else report.warnings).extend(f"{report.file}: {each}" for each in ignored)
+        (report.mistakes if is_strict else report.warnings).extend(f"{report.file}: {text}" for text in ignored)
     by_origin = {str(report.file): report for report in reports}
     for problem in parser.problems(parsed):
         report = by_origin[problem.origin]
+        # "missing" means that no given file defines the target of a `depends on`.
         (report.warnings if problem.kind == "missing" else report.mistakes).append(str(problem))
     if as_json:
         shown = safetext.value([report.as_json() for report in reports])
@@ -89,9 +93,11 @@ def main(files: Sequence[Path], kind: str | None, *, as_json: bool = False, is_s
 
 
 def _check(report: _FileReport, parsed: list[MonitFile], unknown: list[str]) -> None:
-    """Read a file as the daemon does. Raises ``ConfigError`` with all errors in the file.
+    """Read a file as the daemon does. Raises ``ConfigError`` with all errors that the daemon would report.
 
-    Keys and statements without effect are appended to ``unknown``, even for a file with errors.
+    Errors that only this command reports are added to ``report.mistakes``, and so are unknown keys in agent.json. In
+    all other files, keys and statements without effect are appended to ``unknown``, even if the file has errors. A
+    monit file that the daemon would accept is appended to ``parsed``, whose files the caller checks together.
     """
     text, origin = report.file.read_bytes(), str(report.file)
     if report.kind == "monit":
@@ -99,20 +105,20 @@ def _check(report: _FileReport, parsed: list[MonitFile], unknown: list[str]) -> 
         try:
             file = parser.parse(_decoded(text, report.file), origin=origin, without_effect=ignored)
         finally:
-            unknown += [f"line {each.line}: not acted on: {each.first_words}" for each in ignored]
+            unknown += [f"line {statement.line}: not acted on: {statement.first_words}" for statement in ignored]
         parsed.append(file)
-        for each in file.services:
-            if each.kind == "process" and plan.VCAP not in each.groups:
-                report.warnings.append(f"{origin}: line {each.line}: {each.name} {UNMANAGED}")
-            if plan.is_never_restarted(plan.spec_of("", each)):
-                unknown.append(f"line {each.line}: not acted on: {plan.NEVER_RESTARTED}")
+        for service in file.services:
+            if service.kind == "process" and plan.VCAP not in service.groups:
+                report.warnings.append(f"{origin}: line {service.line}: {service.name} {UNMANAGED}")
+            if plan.is_never_restarted(plan.spec_of("", service)):
+                unknown.append(f"line {service.line}: not acted on: {plan.NEVER_RESTARTED}")
             unknown += [
                 f"line {rule.line}: not acted on: protocol {rule.test.protocol.name} (only the connection is tested)"
-                for rule in each.rules
+                for rule in service.rules
                 if isinstance(rule.test, Connection) and rule.test.protocol.name in UNSPOKEN_PROTOCOLS
             ]
-            report.mistakes += [f"{origin}: {wrong}" for wrong in _wrong_programs(each)]
-            report.mistakes += [f"{origin}: {wrong}" for wrong in _wrong_calls(each, report.file)]
+            report.mistakes += [f"{origin}: {wrong}" for wrong in _wrong_programs(service)]
+            report.mistakes += [f"{origin}: {wrong}" for wrong in _wrong_calls(service, report.file)]
     elif report.kind == "bpm":
         content = _decoded(text, report.file)
         processes = config.parse(content, origin=origin, job=_job_of(report.file), unknown=unknown).processes
@@ -128,7 +134,7 @@ def _check(report: _FileReport, parsed: list[MonitFile], unknown: list[str]) -> 
         try:
             found = settings.parse_config(text, origin=origin, unknown=unknown_keys)
         finally:
-            report.mistakes += [f"{origin}: {each}" for each in unknown_keys]
+            report.mistakes += [f"{origin}: {key}" for key in unknown_keys]
         files = ", ".join(str(path) for path in found.settings_files(Paths()))
         report.next_step = f"deploys {found.shim.spec}" if found.shim.spec else f"waits for settings in {files}"
     else:
@@ -146,14 +152,16 @@ def _job_of(file: Path) -> str:
 
 
 def _wrong_calls(check: Check, file: Path) -> Iterator[str]:
-    """Report each bpm process that a start or stop program in a monit file names but that the job's bpm.yml does not
-    define.
+    """Yield an error for each bpm process that ``check`` starts or stops although the job's bpm.yml does not define it.
+    ``file`` is the monit file that contains ``check``.
     """
     for verb, program in (("start", check.start), ("stop", check.stop)):
         call = bpm_call(program.argv) if program is not None else None
         if call is None:
             continue
         home = file.absolute().parent
+        # bpm.yml may be in this job's config directory, in the monit file's directory, or in another job's config
+        # directory.
         paths = (home / "config/bpm.yml", home / "bpm.yml", home.parent / call.job / "config/bpm.yml")
         for path in filter(Path.is_file, paths if call.job == home.name else paths[1:]):
             with suppress(ConfigError, OSError):  # errors in bpm.yml are reported when bpm.yml itself is checked
@@ -162,16 +170,19 @@ def _wrong_calls(check: Check, file: Path) -> Iterator[str]:
                     known = ", ".join(process.name for process in found.processes) or "none"
                     missing = f"the process {call.process}, but {path} only defines: {known}"
                     yield f"line {check.line}: the {verb} program of {check.name} names {missing}"
-            break
+            break  # only the first bpm.yml that exists counts
 
 
 def _wrong_programs(check: Check) -> Iterator[str]:
-    """Report start programs, stop programs and programs in rules that monit could not run or that look mistyped."""
+    """Yield an error for each program in ``check`` that monit could not run or that looks mistyped. This covers the
+    start program, the stop program and the programs in rules.
+    """
     for verb, program in (("start", check.start), ("stop", check.stop)):
         if program is not None and not program.argv[0].startswith("/"):
             hint = f", expected '{verb} program \"/…\"'" if len(program.argv) > 1 else ""
             name = f"the {verb} program of {check.name}, '{program.argv[0]}'"
             yield f"line {check.line}: {name}, is not an absolute path{hint}"
+        # monit reads a mistyped `stop program "/…"` as further arguments of the start program, and vice versa.
         missing = "stop" if check.stop is None else "start" if check.start is None else ""
         for word, path in pairwise(program.argv[1:] if program is not None and missing else ()):
             if path.startswith("/") and get_close_matches(word, [missing]):

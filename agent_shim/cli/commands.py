@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         grammar.print_help(sys.stderr)
         return USAGE
     is_daemon: bool = args.run is _run
-    if is_daemon:
+    if is_daemon:  # it handles its own errors and signals
         return _run(args)
     code = 0
     try:
@@ -78,10 +78,12 @@ def main(argv: Sequence[str]) -> int:
         _complain(str(exc))
         return exc.exit_code
     except BrokenPipeError:
-        # The reader closed the pipe, as `head` does. That is not an error.
+        # The reader closed the pipe, as `head` does. That is not an error. Replace stdout, because Python would
+        # otherwise fail to flush it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return code
     except OSError as exc:
+        # The message of a HostError already says what cannot be done.
         why = exc if isinstance(exc, HostError) else f"cannot {args.command}: {exc}"
         _complain(str(why))
         is_not_there = exc.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)
@@ -95,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
 
 def bosh_agent(argv: Sequence[str]) -> int:
     """Run ``bosh-agent``, which is the daemon. It takes the flags that CPIs and unit files pass, in the syntax of Go's
-    flag package.
+    flag package (one dash or two, and the value in the next word or after ``=``).
 
     ``bosh-agent compile`` compiles releases instead.
     """
@@ -103,13 +105,13 @@ def bosh_agent(argv: Sequence[str]) -> int:
         from agent_shim.cli import compile_release
 
         return compile_release.main(argv[1:])
-    spread = []
+    words = []
     for word in argv:
         if word.startswith("-"):
             name, equals, value = word.lstrip("-").partition("=")
-            spread += [f"-{name}", value] if equals else [f"-{name}"]
+            words += [f"-{name}", value] if equals else [f"-{name}"]
         else:
-            spread.append(word)
+            words.append(word)
     parser = argparse.ArgumentParser(
         prog="bosh-agent",
         description="The BOSH agent in this container.",
@@ -119,7 +121,7 @@ def bosh_agent(argv: Sequence[str]) -> int:
     parser.add_argument("-help", action="help", help=argparse.SUPPRESS)
     parser.add_argument("-v", "-version", action="store_true", dest="version", help="print the version")
     parser.add_argument("-r", "-no-alerts", action="store_true", dest="ignored", help=argparse.SUPPRESS)
-    args = parser.parse_args(spread)
+    args = parser.parse_args(words)
     if args.version:
         print(f"[Version] {VERSION}")
         return 0
@@ -266,6 +268,7 @@ it, and its help text.
 
 
 def _add_daemon(command: Command) -> None:
+    """Add the two commands that run in the foreground until a signal stops them."""
     run = command("run", _run, "run the daemon in the foreground")
     _daemon_options(run)
     run.add_argument("--http", metavar="ADDR:PORT|off", help="address of metrics and probes")
@@ -289,6 +292,7 @@ def _add_daemon(command: Command) -> None:
 
 
 def _add_for_operators(command: Command) -> None:
+    """Add the commands with which operators examine and stop a running instance."""
     status = command(
         "status", _status, "show the bus connection, the vitals and all processes, or details about the named processes"
     )
@@ -309,7 +313,7 @@ def _add_for_operators(command: Command) -> None:
         "--since",
         type=_moment,
         metavar="TIME",
-        help="print only lines written since a time of day (14:00) or within a period up to now (10m, 2h30m)",
+        help="print only lines written since TIME: a time of day (14:00) or how long ago (10m, 2h30m)",
     )
     logs.add_argument("--agent", action="store_true", help="print the agent's own log")
     _base_option(logs)
@@ -334,6 +338,7 @@ def _add_for_operators(command: Command) -> None:
 
 
 def _add_for_tools(command: Command) -> None:
+    """Add the commands for scripts, release authors and pod manifests."""
     call = command("call", _call, "send a request to the running agent, as a Director does")
     call.add_argument("method", help="name of the action")
     call.add_argument("arguments", nargs="*", metavar="ARG", help="JSON, or a plain string")
@@ -383,7 +388,7 @@ def _add_for_tools(command: Command) -> None:
     render.add_argument("--bootstrap", action=argparse.BooleanOptionalAction, help=text)
     text = "pattern for instance addresses in links, with {group} {index} {id} {az} {network} {deployment}"
     render.add_argument("--addresses", default="", metavar="PATTERN", help=text)
-    text = "pattern for a whole group's address in links, in place of its bosh-dns name"
+    text = "pattern for a whole group's address in links, instead of its bosh-dns name"
     render.add_argument("--group-address", default="", metavar="PATTERN", help=text)
     text = "write Kubernetes manifests for pods that render their own instances"
     render.add_argument("--kubernetes", action="store_true", help=text)
@@ -395,7 +400,7 @@ def _add_for_tools(command: Command) -> None:
     probe = command(
         "probe", _probe, "for exec probes: check whether the agent process is alive, or report the result of /readyz"
     )
-    text = "live: check that the agent process exists; ready: report the result of /readyz"
+    text = "check that the agent process exists (live), or report the result of /readyz (ready)"
     probe.add_argument("kind", choices=("live", "ready"), help=text)
     _base_option(probe)
 
@@ -422,6 +427,7 @@ def _count(text: str) -> int:
 
 
 def _moment(text: str) -> float:
+    """Parse the value of ``--since``, and return it in seconds since 1970."""
     from agent_shim.services.logs import since
 
     try:
@@ -436,6 +442,7 @@ def _base_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _daemon_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that ``agent-shim run`` and ``bosh-agent`` have in common."""
     parser.add_argument("-C", dest="config", type=Path, metavar="agent.json", help="the agent's configuration")
     _base_option(parser)
     parser.add_argument("-P", dest="platform", metavar="NAME", help="accepted for compatibility")
@@ -447,8 +454,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _daemon(program: str, args: argparse.Namespace, *options: Any) -> int:
-    """Run the daemon, print its error if it fails, and return the exit code."""
-    # Garbage collections during the imports would take a tenth of their time and free almost nothing.
+    """Run the daemon, print its error if it fails, and return the exit code. ``options`` are the remaining fields
+    of ``RunOptions``.
+    """
+    # Garbage collection would take up a tenth of the time for the imports, and free almost nothing.
     gc.disable()
     try:
         from agent_shim.daemon import main as daemon
@@ -473,12 +482,16 @@ def _complain(text: str, program: str = "agent-shim") -> None:
 
 
 def _ask(args: argparse.Namespace, request: dict[str, Any], *, timeout: float | None = 60.0) -> Any:
+    """Send a request to the running agent and return its reply. ``timeout`` is in seconds, or None to wait without a
+    limit. Raises ``NoAgentError``.
+    """
     from agent_shim.edges import control_client
 
     return control_client.ask(Paths(args.base.absolute()).control_socket, request, timeout=timeout)
 
 
 def _call(args: argparse.Namespace) -> int:
+    """Send a request as a Director does, and print the reply. Return ``NO`` if it contains an exception."""
     arguments = [_argument(text) for text in args.arguments]
     _check_call(args, arguments)
     reply = _ask(args, {"method": args.method, "arguments": arguments, "protocol": 3})
@@ -487,8 +500,8 @@ def _call(args: argparse.Namespace) -> int:
 
 
 def _check_call(args: argparse.Namespace, arguments: list[Any]) -> None:
-    """Exit with a usage error unless the action accepts these arguments. Surplus arguments are an error here, although
-    a request on the bus may contain some.
+    """Exit with a usage error unless the action accepts ``arguments``. Surplus arguments are an error here, although a
+    request on the bus may contain some.
     """
     from agent_shim.actions import dispatch
     from agent_shim.daemon import runtime  # noqa: F401 - importing registers the actions
@@ -506,12 +519,16 @@ def _check_call(args: argparse.Namespace, arguments: list[Any]) -> None:
 
 
 def _argument(text: str) -> Any:
+    """Parse an argument as JSON. If it is not JSON, return it unchanged."""
     with contextlib.suppress(ValueError):
         return json.loads(text)
     return text
 
 
 def _drain(args: argparse.Namespace) -> int:
+    """Stop all jobs and wait without a timeout, because the agent itself limits the time. Return ``NO`` if the
+    stop was not clean. Raises ``NoAgentError`` if no agent answers, or if the agent cannot stop the jobs yet.
+    """
     answer = _ask(args, {"command": "drain", "timeout": args.timeout, "hurry": args.hurry}, timeout=None)
     if "exception" in answer:
         raise NoAgentError(answer["exception"]["message"])
@@ -520,18 +537,21 @@ def _drain(args: argparse.Namespace) -> int:
 
 
 def _change(args: argparse.Namespace) -> int:
+    """Start, stop or otherwise change services. With ``--wait``, return ``NO`` if the action fails for any of the
+    services.
+    """
     request = {"command": "services", "action": args.action, "names": args.names, "wait": args.wait}
     answer = _ask(args, request, timeout=None if args.wait else 60.0)
     if "exception" in answer:
-        _refuse_unknown(args)
+        _refuse_unknown(args)  # raises a more helpful error if a name is unknown
         _complain(f"cannot {args.action}: {answer['exception']['message']}")
         return NO
     wanted = REACHED[args.action]
-    missed = [service for service in answer["services"] if args.wait and service["phase"] not in wanted]
-    for service in missed:
+    failed = [service for service in answer["services"] if args.wait and service["phase"] not in wanted]
+    for service in failed:
         why = f": {service['reason']}" if service["reason"] else ""
         _complain(safetext.line(f"cannot {args.action} {service['name']}: it is {service['phase']}{why}"))
-    return NO if missed else 0
+    return NO if failed else 0
 
 
 def _refuse_unknown(args: argparse.Namespace) -> None:
@@ -540,12 +560,12 @@ def _refuse_unknown(args: argparse.Namespace) -> None:
     """
     known = [service["name"] for service in _ask(args, {"command": "services", "action": "show"}).get("services", ())]
     for name in args.names:
-        if name != "all" and name.lower() not in {each.lower() for each in known}:
+        if name != "all" and name.lower() not in {service.lower() for service in known}:
             raise NotThereError(f"cannot {args.action} {name}: there is no such service{_hint(name, known)}")
 
 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    from agent_shim.core import config_check  # imported late, because only an unknown word needs it
+    from agent_shim.core import config_check  # imported late, because it is needed only for an unknown word
 
     return config_check.did_you_mean(word, known)
 
@@ -563,6 +583,7 @@ def _probe(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
+    """Print the status page. With ``--watch``, refresh it until Ctrl-C, even while no agent is running."""
     if not args.watch:
         page, code = _status_page(args)
         print(page)
@@ -587,7 +608,7 @@ def _status(args: argparse.Namespace) -> int:
 
 def _status_page(args: argparse.Namespace) -> tuple[str, int]:
     """Return the status page for all processes or for the named ones, and the exit code, which is ``NO`` if a named
-    process is not running.
+    process is not running. With ``--json`` and ``--watch``, a page is a single line.
     """
     from agent_shim.cli import ansi, status_text
 
@@ -599,8 +620,11 @@ def _status_page(args: argparse.Namespace) -> tuple[str, int]:
         return safetext.lines(json.dumps(found, indent=None if args.watch else 2, ensure_ascii=False)), code
     paint = ansi.paint_for(sys.stdout)
     if args.names:
-        shown = (status_text.details(safetext.value(one), paint, _last_lines(args, one["job"])) for one in processes)
-        return "\n\n".join(shown), code
+        pages = (
+            status_text.details(safetext.value(process), paint, _last_lines(args, process["job"]))
+            for process in processes
+        )
+        return "\n\n".join(pages), code
     columns, lines = _terminal_size()
     return status_text.render(safetext.value(status), paint, columns, lines if args.watch else 0), code
 
@@ -614,13 +638,13 @@ def _terminal_size() -> tuple[int, int]:
     columns, lines = shutil.get_terminal_size()
     try:
         "…".encode(sys.stdout.encoding)
-    except UnicodeEncodeError:  # the encoding lacks an ellipsis, so a clipped line has to end with three dots
+    except UnicodeEncodeError:  # the encoding has no ellipsis, so a clipped line has to end with three dots
         columns -= 2
     return columns, lines
 
 
 def _last_lines(args: argparse.Namespace, job: str) -> list[str]:
-    """Return the last lines of each of a job's log files. Files that this user may not read are skipped."""
+    """Return the last lines of each of a job's log files. Files that this user cannot read are skipped."""
     from agent_shim.services.logs import tail
 
     with contextlib.closing(tail.Follower(Paths(args.base.absolute()).log, job)) as follower:
@@ -628,7 +652,7 @@ def _last_lines(args: argparse.Namespace, job: str) -> list[str]:
 
 
 def _named(names: Sequence[str], processes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the processes with these names. Raises ``NotThereError`` for a name without a process."""
+    """Return the processes that ``names`` lists, in that order. Raises ``NotThereError`` if one does not exist."""
     known = {process["name"]: process for process in processes}
     if unknown := [name for name in names if name not in known]:
         raise NotThereError(f"cannot show {', '.join(unknown)}: there is no such process{_hint(unknown[0], known)}")
@@ -636,6 +660,7 @@ def _named(names: Sequence[str], processes: Sequence[dict[str, Any]]) -> list[di
 
 
 def _logs(args: argparse.Namespace) -> int:
+    """Print and follow log files. Return ``NO`` if some of them cannot be read, but 0 after Ctrl-C."""
     from agent_shim.cli import ansi
     from agent_shim.services.logs import since, tail
 
@@ -643,6 +668,7 @@ def _logs(args: argparse.Namespace) -> int:
     paths, paint, is_terminal = Paths(args.base.absolute()), ansi.paint_for(sys.stdout), sys.stdout.isatty()
     if args.agent and args.job:
         args.parser.error("--agent shows the agent's own log, so no job can be named")
+    # ``tail.Follower`` looks for a job's log files in ``directory/job``. The agent's own log is in bosh/log.
     directory, job = (paths.agent_log.parent, "log") if args.agent else (paths.log, args.job)
     _refuse_missing(paths, directory, job, is_agent=args.agent)
     refused: dict[str, str] = {}
@@ -666,6 +692,7 @@ def _logs(args: argparse.Namespace) -> int:
                 show(line)
         sys.stdout.flush()
         for path, why in sorted(refused.items()):
+            # The path of the directory itself is "".
             _complain(safetext.line(f"cannot show {path or directory}: {why}"))
         is_complete = not refused
         while args.follow:
@@ -680,7 +707,9 @@ def _logs(args: argparse.Namespace) -> int:
 
 
 def _refuse_missing(paths: Paths, directory: Path, job: str, *, is_agent: bool) -> None:
-    """Raise ``NotThereError`` unless the requested logs exist."""
+    """Raise ``NotThereError`` unless the base and ``directory`` exist and, if ``job`` is given, ``directory`` contains
+    its logs.
+    """
     what = "the agent's log" if is_agent else "logs"
     try:
         paths.base.stat()
@@ -713,6 +742,9 @@ def _render(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    """Print the doctor's report as a patch, as JSON or as a table. Return ``NO`` if the table or the JSON contains the
+    verdict ``wrong``. For a patch, always return 0.
+    """
     from agent_shim.cli import ansi, doctor
     from agent_shim.cli.doctor import finding
     from agent_shim.host import capabilities
@@ -727,7 +759,7 @@ def _doctor(args: argparse.Namespace) -> int:
         return 0
     report = doctor.examine(paths, args.config)
     if args.json:
-        found = [one._asdict() for one in report.findings]
+        found = [finding._asdict() for finding in report.findings]
         print(json.dumps({"tier": report.tier, "clean": report.is_clean, "findings": found}, indent=2))
     else:
         print(finding.table(report, ansi.paint_for(sys.stdout), _terminal_size()[0]))
@@ -753,7 +785,7 @@ def _completion(args: argparse.Namespace) -> int:
 
 
 def _help(args: argparse.Namespace) -> int:
-    args.top.parse_args([args.topic, "--help"] if args.topic else ["--help"])
+    args.top.parse_args([args.topic, "--help"] if args.topic else ["--help"])  # prints the help and exits
     return 0
 
 

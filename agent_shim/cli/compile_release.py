@@ -47,8 +47,8 @@ DEFAULT_OUTPUT: Final = Path("/tmp")  # noqa: S108 - the Go agent's default; fil
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compile the given releases. Return 0 if all are compiled, 1 after the first failure, 2 for wrong flags, and 130
-    after SIGINT or SIGTERM.
+    """Compile releases. Return 0 if all are compiled, 1 after the first failure, and 130 after SIGINT or SIGTERM. Exit
+    with 2 for invalid flags.
 
     In all cases, compilation processes are terminated and unpacked files are removed.
     """
@@ -75,7 +75,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of ``bosh-agent compile``. It knows only long flags with two dashes."""
+    """Return the parser of ``bosh-agent compile``. It expects long flags with two dashes, so ``main`` adds the second
+    dash to flags such as ``-output-directory``.
+    """
     parser = argparse.ArgumentParser(
         prog="bosh-agent compile",
         description="Compile the packages of BOSH releases for the stemcell of this container, without a Director.",
@@ -95,10 +97,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _compile_all(tarballs: Sequence[Path], output: Path, stemcell: str, paths: Paths) -> None:
+    """Compile releases one after another. If an agent is running, raise ``AlreadyRunningError``."""
     with exclusive_agent(paths, "compile"):
         boot.make_tree(paths)
         bundles = Bundles(paths)
         compiler = Compiler(paths, process.script_environment(os.environ), Keepers(paths))
+        # If an agent has deployed jobs here before, their packages must stay installed.
         in_use = packages_of_jobs(asyncio.run(SpecStore(paths).load()), bundles)
         store = Blobstore("local", {"blobstore_path": str(paths.blobs)})
         compilation = Compilation(bundles, compiler, store, in_use)
@@ -113,8 +117,9 @@ def _compile_all(tarballs: Sequence[Path], output: Path, stemcell: str, paths: P
 
 @dataclass(slots=True)
 class _ReleaseCompilation:
-    """The compilation of one release. ``_sources`` maps each package to the blob with its source, and ``_results`` maps
-    it to the blob with the compiled package. These blobs are in ``data/blobs``.
+    """The compilation of one release. For each package, ``_sources`` contains the blob with its source, ``_results``
+    the blob with the compiled package, and ``_compiled`` its entry in the new release.MF. The blobs are in
+    ``data/blobs``.
     """
 
     tarball: Path
@@ -143,6 +148,7 @@ class _ReleaseCompilation:
             files.remove_tree(path)
 
     def _read(self) -> ReleaseManifest:
+        """Return the release's manifest, after checking that its packages can be ordered. Raises ``ActionError``."""
         _log(f"Reading BOSH Release Manifest from tarball {self.tarball}")
         with errors_as("failed to parse release manifest", ShimError, OSError):
             manifest = release_tarball.read_manifest(self.tarball)
@@ -158,6 +164,9 @@ class _ReleaseCompilation:
                 _log(f"Copying package {name} to {path}")
 
     async def _compile_packages(self, packages: Sequence[SourcePackage]) -> None:
+        """Compile each package after its dependencies. At the end, remove the packages that were installed for
+        compiling.
+        """
         with reaper.reaping():  # needed if this process is PID 1 in a container
             try:
                 for package in release_tarball.in_order(packages):
@@ -167,22 +176,25 @@ class _ReleaseCompilation:
                 await self.compilation.clean()
 
     async def _compile(self, package: SourcePackage) -> None:
+        """Compile a package. Its dependencies must have been compiled before."""
         _log(f"Compiling package {package.name}/{package.version}")
         source = BlobRef(self._sources[package.name].name, digest=package.sha1)
         needed = [self._bundle(name) for name in dict.fromkeys(package.dependencies)]
         wanted = Package(package.name, package.version, source)
-        done = await self.compilation.compile(wanted, needed, report=lambda _: None)
+        done = await self.compilation.compile(wanted, needed, report=lambda _: None)  # steps are not logged
         self._results[package.name] = self.paths.blobs / done.blob_id
         identity = package.name, package.version, package.fingerprint
         self._compiled[package.name] = CompiledPackage(*identity, done.sha1, self.stemcell, package.dependencies)
         _log(f"Finished compiling release {package.name}/{package.version} BlobstoreID={done.blob_id}")
 
     def _bundle(self, name: str) -> Bundle:
+        """Return a compiled package as a bundle, so that it can be installed as a dependency."""
         package = self._compiled[name]
         return Bundle("package", name, package.version, BlobRef(self._results[name].name, digest=package.sha1))
 
     def _write(self, manifest: ReleaseManifest) -> Path:
-        path = self.output / f"{manifest.name}-{manifest.version}-{self.stemcell.replace('/', '-', 1)}.tgz"
+        """Write the compiled release and return its path."""
+        path = self.output / f"{manifest.name}-{manifest.version}-{self.stemcell.replace('/', '-')}.tgz"
         changed = release_tarball.compiled_manifest(manifest, list(self._compiled.values()))
         with errors_as(f"failed to write {path}", ShimError, OSError):
             release_tarball.write_compiled(self.tarball, path, changed, self._results)
@@ -192,13 +204,15 @@ class _ReleaseCompilation:
 def stemcell_slug(paths: Paths) -> str:
     """Return ``OS-CODENAME/VERSION`` of this container's stemcell. Raises ``ConfigError``."""
     version_file, release_file = paths.bosh_etc / "stemcell_version", paths.etc / "os-release"
-    try:
-        version, release = version_file.read_text().strip(), release_file.read_text()
-    except (OSError, UnicodeDecodeError) as exc:
-        name = getattr(exc, "filename", None) or release_file
-        why = getattr(exc, "strerror", None) or exc
-        hint = "(compile in a container of the stemcell's image)"
-        raise ConfigError(f"cannot tell the stemcell: {name}: {why} {hint}") from exc
+    texts: list[str] = []
+    for file in (version_file, release_file):
+        try:
+            texts.append(file.read_text())
+        except (OSError, UnicodeDecodeError) as exc:
+            why = getattr(exc, "strerror", None) or exc
+            hint = "(compile in a container of the stemcell's image)"
+            raise ConfigError(f"cannot tell the stemcell: {file}: {why} {hint}") from exc
+    version, release = texts[0].strip(), texts[1]
     try:
         slug = f"{os_release.operating_system(release)}/{version}"
     except ValueError as exc:
@@ -209,8 +223,8 @@ def stemcell_slug(paths: Paths) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration in Go's format: ``12.5ms``, ``1.25s``, ``2m3.5s``, ``1h0m3.5s``. ``seconds`` must be more than
-    a millisecond.
+    """Format a duration in Go's format: ``12.5ms``, ``1.25s``, ``2m3.5s``, ``1h0m3.5s``. ``seconds`` must be at least
+    0.001, because Go uses smaller units below that.
     """
     if seconds < 1:
         return f"{_plain(seconds * 1000)}ms"
@@ -223,6 +237,7 @@ def duration(seconds: float) -> str:
 
 
 def _plain(number: float) -> str:
+    """Format a number with up to six decimals, without trailing zeros."""
     return f"{number:.6f}".rstrip("0").rstrip(".")
 
 

@@ -91,7 +91,7 @@ class Group(msgspec.Struct):
     @property
     def network_names(self) -> list[str]:
         """Return the names of the networks in the manifest's order, or just ``default`` if it lists none."""
-        return [each.name for each in self.networks or ()] or ["default"]
+        return [network.name for network in self.networks or ()] or ["default"]
 
     @property
     def default_network(self) -> str:
@@ -110,9 +110,9 @@ class Group(msgspec.Struct):
 
     def static_ip(self, index: int, network: str) -> str | None:
         """Return the static address of an instance in a network, or None. Raises ``ConfigError``."""
-        for each in self.networks or ():
-            if each.name == network:
-                given = [each.static_ips] if isinstance(each.static_ips, str) else each.static_ips or ()
+        for entry in self.networks or ():
+            if entry.name == network:
+                given = [entry.static_ips] if isinstance(entry.static_ips, str) else entry.static_ips or ()
                 return next((ip for number, ip in enumerate(_addresses(self.name, given)) if number == index), None)
         return None
 
@@ -146,7 +146,7 @@ class DeploymentManifest(msgspec.Struct):
     addons: list[Addon] | None = None
 
     def group(self, name: str) -> Group:
-        """Return the instance group with this name or, if ``name`` is "", the only group in the manifest. Raises
+        """Return the instance group called ``name`` or, if ``name`` is "", the only group in the manifest. Raises
         ``ConfigError``.
         """
         found = [group for group in self.instance_groups if name in ("", group.name)]
@@ -156,18 +156,18 @@ class DeploymentManifest(msgspec.Struct):
         return found[0]
 
     def properties_of(self, group: Group, job: DeployedJob) -> dict[str, Any]:
-        """Return a job's properties: the job's own properties if it has any, otherwise the manifest's properties
-        overridden by those of the instance group.
+        """Return a job's properties: the job's own ``properties`` if the manifest contains them (even if they are
+        empty), otherwise the manifest's global properties overridden by those of the instance group.
         """
         return _merged(self.properties or {}, group.properties or {}) if job.properties is None else job.properties
 
     def version_of(self, release: str) -> str:
         """Return a release's version, or "" if the manifest does not list the release."""
-        return next((str(each.version) for each in self.releases or () if each.name == release), "")
+        return next((str(entry.version) for entry in self.releases or () if entry.name == release), "")
 
 
 def read_manifest(path: Path) -> DeploymentManifest:
-    """Read a manifest. Raises ``ConfigError`` for a variable without a value."""
+    """Read a manifest. Raises ``ConfigError`` if a variable such as ``((password))`` has no value."""
     manifest = read_yaml(path, DeploymentManifest)
     if found := re.search(rb"\(\(([^()]+)\)\)", msgspec.json.encode(manifest)):
         variable = found[0].decode()
@@ -176,6 +176,7 @@ def read_manifest(path: Path) -> DeploymentManifest:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``below`` overridden by ``above``, merging nested mappings key by key."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -185,7 +186,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 def _addresses(group: str, given: Sequence[str]) -> Iterator[str]:
     """Yield the addresses in ``static_ips``, which lists single addresses, ranges ``FIRST-LAST`` and blocks
-    ``ADDRESS/BITS``.
+    ``ADDRESS/BITS``. Raises ``ConfigError``.
     """
     for text in given:
         try:
@@ -193,7 +194,7 @@ def _addresses(group: str, given: Sequence[str]) -> Iterator[str]:
                 yield from map(str, ipaddress.ip_network(text, strict=False))
                 continue
             first, _, last = text.partition("-")
-            start, end = (ipaddress.ip_address(each.strip()) for each in (first, last or first))
+            start, end = (ipaddress.ip_address(address.strip()) for address in (first, last or first))
             for number in range(int(start), int(end) + 1):
                 yield str(type(start)(number))
         except ValueError as exc:
@@ -260,6 +261,7 @@ def open_release(path: Path, scratch: Path) -> ReleaseDirectory:
         for job in list(scratch.glob("jobs/*.tgz")):
             unpack(job, job.with_suffix(""))
         path = scratch
+    # A tarball contains release.MF, and a checked-out directory contains final.yml, dev.yml or both.
     for name in ("release.MF", "config/final.yml", "config/dev.yml"):
         if (path / name).is_file():
             about = read_yaml(path / name, _ReleaseName)
@@ -273,21 +275,22 @@ def find_job(job: DeployedJob, releases: Sequence[ReleaseDirectory]) -> ReleaseJ
     is preferred to releases whose name is unknown. If the manifest names no release, the first release that contains
     the job is used.
     """
-    having = [
+    candidates = [
         release
         for release in releases
-        if "" in (release.name, job.release) or release.name == job.release
+        if "" in (release.name, job.release) or release.name == job.release  # "" means unknown or not given
         if (release.directory / "jobs" / job.name).is_dir()
     ]
-    if not having:
+    if not candidates:
         return None
-    release = next((each for each in having if each.name == job.release), having[0])
+    release = next((release for release in candidates if release.name == job.release), candidates[0])
     home = release.directory / "jobs" / job.name
+    # In tarballs, a job's spec is called job.MF.
     return ReleaseJob(home, read_yaml(home / ("job.MF" if (home / "job.MF").is_file() else "spec"), JobSpec))
 
 
 def unpack(tarball: Path, directory: Path) -> None:
-    """Unpack a tarball into ``directory``, replacing its content."""
+    """Unpack a tarball into ``directory``, replacing the directory's content."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -320,12 +323,14 @@ def read_text(path: Path) -> str:
 
 
 def read_yaml(path: Path, wanted: type[T]) -> T:
-    """Read a YAML file as one document of the type ``wanted``."""
+    """Read a YAML file as one document of the type ``wanted``. Raises ``NotThereError`` or ``ConfigError``."""
     return parse_yaml(read_text(path), str(path), wanted)
 
 
 def parse_yaml(text: str, place: str, wanted: type[T]) -> T:
-    """Parse YAML text as one document of the type ``wanted``. The text may be empty if all fields have defaults."""
+    """Parse YAML text as one document of the type ``wanted``. The text may be empty if all fields have defaults. Errors
+    name ``place``. Raises ``ConfigError``.
+    """
     try:
         document = yaml.load(text, Loader=_DatelessLoader)  # noqa: S506 - derived from SafeLoader
         return msgspec.convert({} if text.strip() == "" else document, wanted)

@@ -1,7 +1,7 @@
 """``agent-shim render --kubernetes``: write the Kubernetes objects that run an instance group, as plain manifests.
 
 Each pod renders its own instance in an init container, from the manifest in a Secret and the releases in an image, so
-that index, address and links are correct for the instance. The agent then runs as in ``deploy/kubernetes/base``.
+that its index, address and links are correct. The agent then runs as in ``deploy/kubernetes/base``.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ STATEFUL_SET: Final = """\
 The instances start one after the other, as a Director updates them. There is no livenessProbe or startupProbe,
 # because PID 1 restarts a dead agent, and a slow agent is no reason to end all jobs. The pod has a longer
 # terminationGracePeriodSeconds than the timeout of the preStop hook and the agent's grace (configmap.yaml)."""
+"""The comment at the top of statefulset.yaml. ``write`` adds the first ``#``."""
 TEMPORARY: Final = "/tmp"  # noqa: S108 - the path of a mount
 
 Document = dict[str, Any]
@@ -102,17 +103,19 @@ def write(parts: ObjectInputs, out: Path) -> list[str]:
 
 
 def ports(jobs: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]) -> list[JobPort]:
-    """Return the jobs' ports: first the ports listed for fissile and quarks, then the properties called ``port`` in the
-    jobs' links.
+    """Return the jobs' ports: first the ports listed for fissile and quarks, then those link properties whose name is
+    ``port`` or ends in ``_port``.
 
     ``jobs`` contains each job's properties, and the properties of each link that the job provides.
     """
     found: dict[tuple[int, str], JobPort] = {}
     for properties, provided in jobs:
-        for name, number, protocol in [*_declared(properties), *(each for link in provided for each in _in_link(link))]:
+        in_links = [port for link in provided for port in _in_link(link)]
+        for name, number, protocol in [*_declared(properties), *in_links]:
             if 0 < number < 2**16 and (number, protocol) not in found:
                 label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
                 taken = {"agent", *(port.name for port in found.values())}
+                # A port name has at most 15 characters and contains a letter. The agent's own port is named "agent".
                 is_valid = 0 < len(label) <= 15 and re.search("[a-z]", label) and label not in taken
                 found[number, protocol] = JobPort(
                     label if is_valid else f"{protocol.lower()}-{number}", number, protocol
@@ -121,6 +124,9 @@ def ports(jobs: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]])
 
 
 def _declared(properties: Mapping[str, Any]) -> Iterator[tuple[str, int, str]]:
+    """Yield the name, number and protocol of each port that a job's properties list for fissile and quarks. Raises
+    ``ConfigError``.
+    """
     for key in CONTAINERIZATION:
         about = properties.get(key)
         ports = (about.get("ports") if isinstance(about, dict) else None) or []
@@ -135,6 +141,12 @@ def _declared(properties: Mapping[str, Any]) -> Iterator[tuple[str, int, str]]:
 
 
 def _in_link(properties: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, int, str]]:
+    """Yield the name, number and protocol of each port in a link's properties, at any depth. ``path`` is the key of the
+    mapping that contains ``properties``, or "" at the top.
+
+    For example, ``{"tls": {"port": 443, "admin_port": 8443}}`` contains the ports ``tls`` and ``tls-admin``. The caller
+    replaces names that are invalid in Kubernetes.
+    """
     for key, value in properties.items():
         if isinstance(value, dict):
             yield from _in_link(value, key)
@@ -143,6 +155,7 @@ def _in_link(properties: Mapping[str, Any], path: str = "") -> Iterator[tuple[st
 
 
 def _check(parts: ObjectInputs) -> None:
+    """Raise ``ConfigError`` for a group that cannot be represented in Kubernetes."""
     group = parts.group
     reason = ""
     if not DNS_LABEL.fullmatch(group.name):
@@ -153,13 +166,14 @@ def _check(parts: ObjectInputs) -> None:
         reason = "the size of its persistent_disk_type is in the cloud config; use `persistent_disk: MEBIBYTES` instead"
     elif group.persistent_disks:
         reason = "it has several persistent disks, but the agent supports only one in a pod"
-    elif len(parts.manifest.encode()) > MAX_SECRET_BYTES - 1024:
+    elif len(parts.manifest.encode()) > MAX_SECRET_BYTES - 1024:  # reserve 1 KiB for the rest of the Secret
         reason = "the manifest does not fit into a Secret (1 MiB); remove the groups that provide no link to it"
     if reason:
         raise ConfigError(f"cannot make a StatefulSet of the instance group {group.name}: {reason}")
 
 
 def _metadata(parts: ObjectInputs, name: str) -> Document:
+    # Kubernetes limits the characters and the length of a label's value.
     deployment = re.sub(r"[^-A-Za-z0-9_.]", "-", parts.deployment)[:63].strip("-_.")
     return {"name": name, "labels": {**_labels(parts), "app.kubernetes.io/instance": deployment}}
 
@@ -168,11 +182,13 @@ def _labels(parts: ObjectInputs) -> Document:
     return {"app.kubernetes.io/name": parts.group.name, "app.kubernetes.io/part-of": "agent-shim"}
 
 
-def _pods_of(parts: ObjectInputs) -> Document:
+def _pod_selector(parts: ObjectInputs) -> Document:
+    """Return the labels that select the group's pods."""
     return {"app.kubernetes.io/name": parts.group.name}
 
 
 def _config_map(parts: ObjectInputs) -> Document:
+    """Return the ConfigMap with agent.json. ``/release`` is the directory into which the init container renders."""
     options = f'{{"AgentShim": {{"spec": "/release", "http": "0.0.0.0:{AGENT_PORT}", "grace": {GRACE_S}}}}}\n'
     metadata = _metadata(parts, f"{parts.group.name}-agent")
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"agent.json": options}}
@@ -184,37 +200,38 @@ def _secret(parts: ObjectInputs) -> Document:
 
 
 def _service(parts: ObjectInputs, name: str, *, is_early: bool) -> Document:
-    every = [*parts.ports, JobPort("agent", AGENT_PORT)]
+    """Return a headless Service. If ``is_early`` is set, it also publishes pods that are not ready."""
+    all_ports = [*parts.ports, JobPort("agent", AGENT_PORT)]
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": is_early,
-        "selector": _pods_of(parts),
+        "selector": _pod_selector(parts),
         "ports": [
             {"name": port.name, "port": port.number, "targetPort": port.number, "protocol": port.protocol}
-            for port in every
+            for port in all_ports
         ],
     }
     return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(parts, name), "spec": spec}
 
 
 def _budget(parts: ObjectInputs) -> Document:
-    spec = {"maxUnavailable": 1, "selector": {"matchLabels": _pods_of(parts)}}
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": _pod_selector(parts)}}
     metadata = _metadata(parts, parts.group.name)
     return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": metadata, "spec": spec}
 
 
 def _stateful_set(parts: ObjectInputs) -> Document:
     group = parts.group
-    changed = hashlib.sha256(parts.manifest.encode()).hexdigest()[:16]
+    manifest_digest = hashlib.sha256(parts.manifest.encode()).hexdigest()[:16]
     template = {
         # When a pod starts, it renders the manifest, so the pods must be replaced when the manifest changes.
-        "metadata": {"labels": _labels(parts), "annotations": {"agent-shim/manifest": changed}},
+        "metadata": {"labels": _labels(parts), "annotations": {"agent-shim/manifest": manifest_digest}},
         "spec": _pod(parts),
     }
     spec: Document = {
         "serviceName": group.name,
         "replicas": group.count,
-        "selector": {"matchLabels": _pods_of(parts)},
+        "selector": {"matchLabels": _pod_selector(parts)},
         "template": template,
     }
     if group.persistent_disk:
@@ -229,7 +246,7 @@ def _pod(parts: ObjectInputs) -> Document:
     group = parts.group
     size = group.vm_resources.ephemeral_disk_size if group.vm_resources else 0
     pod: Document = {
-        "terminationGracePeriodSeconds": GRACE_S + 10,
+        "terminationGracePeriodSeconds": GRACE_S + 10,  # longer than the preStop hook, see ``STATEFUL_SET``
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "initContainers": [_render_container(parts)],
@@ -244,11 +261,12 @@ def _pod(parts: ObjectInputs) -> Document:
     }
     if len(group.azs or ()) > 1:
         spread = {"maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "ScheduleAnyway"}
-        pod["topologySpreadConstraints"] = [{**spread, "labelSelector": {"matchLabels": _pods_of(parts)}}]
+        pod["topologySpreadConstraints"] = [{**spread, "labelSelector": {"matchLabels": _pod_selector(parts)}}]
     return pod
 
 
 def _render_container(parts: ObjectInputs) -> Document:
+    """Return the init container, which renders the pod's instance. The image's entrypoint is ``agent-shim render``."""
     paths = [f"/releases/{Path(release).name}" for release in parts.releases]
     patterns = ["--addresses", ADDRESSES, "--group-address", GROUP_ADDRESS]
     fields = {"AGENT_SHIM_INDEX": "metadata.name", "AGENT_SHIM_ADDRESS": "status.podIP"}
@@ -288,13 +306,13 @@ def _agent_container(parts: ObjectInputs) -> Document:
     if parts.group.persistent_disk:
         mounts.append({"name": "store", "mountPath": "/var/vcap/store"})
     command = ["/opt/agent_shim/bin/agent-shim", "drain", "--timeout", str(GRACE_S)]
-    every = [*parts.ports, JobPort("agent", AGENT_PORT)]
+    all_ports = [*parts.ports, JobPort("agent", AGENT_PORT)]
     return {
         "name": "instance",
         "image": parts.image,
         "command": ["/opt/agent_shim/launch", "-C", "/etc/agent_shim/agent.json"],
         "securityContext": {"privileged": True, "runAsUser": 0} if parts.is_privileged else confined,
-        "ports": [{"name": port.name, "containerPort": port.number, "protocol": port.protocol} for port in every],
+        "ports": [{"name": port.name, "containerPort": port.number, "protocol": port.protocol} for port in all_ports],
         "readinessProbe": {"httpGet": {"path": "/readyz", "port": "agent"}, "periodSeconds": 5},
         "lifecycle": {"preStop": {"exec": {"command": command}}},
         "resources": _resources(parts.group),
@@ -303,6 +321,7 @@ def _agent_container(parts: ObjectInputs) -> Document:
 
 
 def _resources(group: Group) -> Document:
+    """Return the requests and limits for the group's ``vm_resources``, or small requests if it has none."""
     wanted = group.vm_resources
     if wanted is None:
         return {"requests": {"cpu": "50m", "memory": "128Mi"}}
@@ -336,10 +355,11 @@ class _BlockDumper(yaml.SafeDumper):
         return True
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002 - required by PyYAML
-        super().increase_indent(flow, False)
+        super().increase_indent(flow, False)  # also indent a list below its key
 
 
 def _represented(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    """Represent a string for ``_BlockDumper``: as a block scalar if it has several lines."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 

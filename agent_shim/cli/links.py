@@ -1,10 +1,10 @@
 """Resolves the links between the jobs in a manifest, as the Director does.
 
-The rules match ``bosh/director/links`` in bosh. If ``consumes`` in the manifest does not mention a link, the only job
-that provides a link of its type is the provider. If ``consumes`` has ``from`` for the link, the provider is the only
-one with that name and type. The value ``nil`` blocks a link, and ``instances``, ``properties`` and ``address`` define
-its content directly. An optional link may be absent unless ``consumes`` mentions it. It is an error if there is more
-than one possible provider. Links to other deployments cannot be resolved here.
+The rules match ``bosh/director/links`` in bosh. The provider must have the link's type. If ``consumes`` in the
+manifest mentions the link, the provider must also have the name given there (``from``, by default the link's own name).
+It is an error if there is more than one possible provider. In ``consumes``, the value ``nil`` blocks a link, and
+``instances``, ``properties`` and ``address`` define the link's content directly. An optional link may be absent unless
+``consumes`` mentions it. Links to other deployments cannot be resolved here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agent_shim.cli.deployment import BPM, Consumed, DeployedJob, DeploymentMani
 from agent_shim.core.errors import ConfigError
 
 NIL: Final = "nil"
-"""A link is blocked if its value in the manifest is this text instead of a mapping."""
+"""A link is blocked if its value in the manifest is this string instead of a mapping."""
 MANUAL: Final = ("instances", "properties", "address")
 DOMAIN: Final = "bosh"
 
@@ -27,8 +27,8 @@ the network, and whether the address must be an IP address rather than a name.
 
 
 class Addresses(NamedTuple):
-    """Functions that return the addresses of instances, and of a whole group (``link.address``). ``whole`` returns ""
-    if groups have no address.
+    """Functions that return the addresses of instances, and of a whole group (``link.address``). ``whole`` takes
+    the group and the network, and returns "" if groups have no address.
     """
 
     one: Address
@@ -40,8 +40,8 @@ class LinkProvider(NamedTuple):
 
     group: Group
     job: str
-    original: str
     name: str
+    """The name that ``from`` in ``consumes`` refers to: the alias from ``as`` in ``provides``, or the original name."""
     type: str
     properties: Mapping[str, Any]
 
@@ -59,7 +59,7 @@ class Links(NamedTuple):
 
 class Resolver:
     """Resolves links between all jobs in a manifest. ``specs`` contains the job specs that are available, by group and
-    job.
+    job. Methods collect errors in ``_errors``, and the constructor and ``resolve`` raise them together.
     """
 
     def __init__(
@@ -68,13 +68,15 @@ class Resolver:
         self._manifest, self._specs, self._addresses = manifest, specs, addresses
         self._errors: list[str] = []
         self.warnings: list[str] = []
+        """Entries of ``consumes`` and ``provides`` without effect, which the caller prints."""
         self._unknown = [
             f"{group.name}/{job.name}"
             for group in manifest.instance_groups
             for job in group.jobs
             if (group.name, job.name) not in specs and job.name != BPM
         ]
-        self.providers = [each for group in manifest.instance_groups for each in self._providers(group)]
+        """Jobs without a spec, which may provide any link."""
+        self.providers = [provider for group in manifest.instance_groups for provider in self._providers(group)]
         self._raise_errors()
 
     def resolve(self, group: Group, job: DeployedJob) -> Links:
@@ -108,17 +110,20 @@ class Resolver:
 
     def providers_of(self, group: Group, job: DeployedJob) -> list[LinkProvider]:
         """Return the links that a job provides."""
-        return [each for each in self.providers if (each.group.name, each.job) == (group.name, job.name)]
+        owner = (group.name, job.name)
+        return [provider for provider in self.providers if (provider.group.name, provider.job) == owner]
 
     def _is_absent(self, wanted: Consumed) -> bool:
-        """Return True if an optional link has no provider, and all releases that could contain a provider are known."""
-        return wanted.optional and not self._unknown and all(each.type != wanted.type for each in self.providers)
+        """Return True if an optional link has no provider and every release that could contain one is known."""
+        return (
+            wanted.optional and not self._unknown and all(provider.type != wanted.type for provider in self.providers)
+        )
 
     def _add(self, links: Links, wanted: Consumed, source: Mapping[str, Any] | None, where: str) -> None:
         """Find the job in the manifest that provides a link, and add the link to ``links``. ``source`` is the link's
         entry in ``consumes``, or None if there is no entry.
         """
-        of_type = [each for each in self.providers if each.type == wanted.type]
+        of_type = [provider for provider in self.providers if provider.type == wanted.type]
         if source is None:
             source, found = {}, of_type
         else:
@@ -126,11 +131,13 @@ class Resolver:
                 why = f"only a Director knows the deployment {source['deployment']}"
                 self._errors.append(f"cannot resolve {where}: {why}; {_advice(wanted)}")
                 return
+            # In old manifests, ``from`` may be a path such as DEPLOYMENT.GROUP.JOB.LINK.
             name = str(source.get("from", wanted.name)).rpartition(".")[2]
-            found = [each for each in of_type if each.name == name]
+            found = [provider for provider in of_type if provider.name == name]
         network = source.get("network")
         if len(found) != 1:
             self._errors.append(f"cannot resolve {where}: {self._failure(wanted, source, of_type, found)}")
+        # A disk, which has no job, does not belong to any network.
         elif network and network not in ([] if not found[0].job else found[0].group.network_names):
             self._errors.append(f"cannot resolve {where}: {found[0]} does not belong to the network {network}")
         else:
@@ -143,6 +150,9 @@ class Resolver:
         of_type: Sequence[LinkProvider],
         found: Sequence[LinkProvider],
     ) -> str:
+        """Return why a link cannot be resolved. ``of_type`` contains all providers of the right type. ``found``
+        contains those that also have the right name: either none or more than one.
+        """
         if found:
             several = ", ".join(map(str, found))
             choose = f"`consumes: {{{wanted.name}: {{from: NAME}}}}` chooses one"
@@ -158,7 +168,10 @@ class Resolver:
         return f"{why}; {_advice(wanted)}"
 
     def _content(self, provider: LinkProvider, network: str | None, must_be_ip: bool) -> dict[str, Any]:
-        if not provider.job:
+        """Return the content of a link, as a Director gives it to templates, with ``whole`` and ``provider`` added for
+        ``render.rb``. If ``must_be_ip`` is set, the addresses of instances are IP addresses instead of names.
+        """
+        if not provider.job:  # the link is a disk
             about = {"deployment_name": self._manifest.name, "properties": provider.properties}
             return {**about, "provider": str(provider), "networks": [], "instances": []}
         group = provider.group
@@ -189,27 +202,33 @@ class Resolver:
         }
 
     def _manual(self, source: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Return the content of a link that the manifest defines directly. ``source`` is the link's entry in
+        ``consumes``. If ``source`` has no list of ``instances``, add an error.
+        """
         if not isinstance(source.get("instances"), list):
             self._errors.append(f"cannot resolve {where}: `consumes` has no `instances: [{{address: …}}]` for it")
         return {**{key: source.get(key) for key in MANUAL}, "deployment_name": self._manifest.name, "is_manual": True}
 
     def _providers(self, group: Group) -> Iterator[LinkProvider]:
+        """Yield the links that a group's jobs and disks provide."""
         for job in group.jobs:
             if spec := self._specs.get((group.name, job.name)):
                 yield from self._provided(group, job, spec)
         for disk in group.persistent_disks or ():
-            yield LinkProvider(group, "", disk.name, disk.name, "disk", {"name": disk.name})
+            yield LinkProvider(group, "", disk.name, "disk", {"name": disk.name})
 
     def _provided(self, group: Group, job: DeployedJob, spec: JobSpec) -> Iterator[LinkProvider]:
+        """Yield the links that a job provides according to its spec or to the manifest."""
         given = dict(job.provides or {})
         where = f"{group.name}/{job.name}"
-        released = [(each.name, each.type, each.properties) for each in spec.provides or ()]
+        released = [(link.name, link.type, link.properties) for link in spec.provides or ()]
         custom = [
-            (each.get("name"), each.get("type"), each.get("properties"))
-            for each in job.custom_provider_definitions or ()
+            (definition.get("name"), definition.get("type"), definition.get("properties"))
+            for definition in job.custom_provider_definitions or ()
         ]
-        names = [name for name, *_ in [*released, *custom]]
-        for name, kind, paths in [*custom, *released]:
+        provided = [*custom, *released]
+        names = [name for name, *_ in provided]
+        for name, kind, paths in provided:
             if not (isinstance(name, str) and name and isinstance(kind, str) and kind):
                 self._errors.append(f"cannot read custom_provider_definitions of {where}: each needs a name and a type")
                 continue
@@ -224,7 +243,7 @@ class Resolver:
                 self._errors.append(f"cannot read `provides` of {where}: {name} must be a mapping with {what}")
                 continue
             properties = self._mapped(group, job, spec, name, paths or ())
-            yield LinkProvider(group, job.name, name, str(source.get("as", name)), kind, properties)
+            yield LinkProvider(group, job.name, str(source.get("as", name)), kind, properties)
         self.warnings += [
             f"{job.name} provides no link {name}: this entry of `provides` has no effect" for name in given
         ]
@@ -255,7 +274,7 @@ class Resolver:
 
 
 def _mistakes(source: Any) -> Iterator[str]:
-    """Yield the errors that would make the Director refuse a value of ``consumes``."""
+    """Yield the errors that would make the Director reject a value of ``consumes``."""
     if source == NIL:
         return
     if not isinstance(source, dict):

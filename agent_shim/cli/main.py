@@ -14,8 +14,8 @@ PLAIN = {"…": "...", "●": "*"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that the program's name selects, by default ``agent-shim``. Return its exit code (listed in
-    docs/commands.md).
+    """Run the command that the program's name selects, or ``agent-shim`` if ``argv`` is given. Return its exit code
+    (listed in docs/commands.md).
     """
     replace_unencodable()
     name = sys.argv[0].rpartition("/")[2] if argv is None else ""
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def replace_unencodable() -> None:
-    """Make stdout and stderr escape characters that their encoding lacks, instead of raising an error.
+    """Make stdout and stderr escape characters that their encoding does not have, instead of raising an error.
 
     The encoding is that of the locale, such as ISO-8859-1 on an old terminal.
     """
@@ -50,12 +50,14 @@ def replace_unencodable() -> None:
 
 
 def _replaced(exc: UnicodeError) -> tuple[str, int]:
-    """Return the replacement for characters that the encoding lacks, and where to continue (a codec error handler)."""
+    """Return the replacement for characters that the encoding does not have, and the position at which to continue.
+    This is a codec error handler.
+    """
     from agent_shim.core import safetext  # imported late, because a probe does not need it
 
     assert isinstance(exc, UnicodeEncodeError)
     missing = exc.object[exc.start : exc.end]
-    return "".join(PLAIN.get(each) or safetext.number(each) for each in missing), exc.end
+    return "".join(PLAIN.get(char) or safetext.escape(char) for char in missing), exc.end
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class Command:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``monit``. Return 0 on success and 1 on failure. ``status`` and ``summary`` return 0 even when no agent is
-    running.
+    running, and ``validate`` has its own rule (see ``_validate``).
     """
     name, code = Path(sys.argv[0]).name, 0
     try:
@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(safetext.lines(f"{name}: {exc}"), file=sys.stderr)
         return FAILED
     except BrokenPipeError:
-        # The reader closed the pipe, as `grep -q` does. That is not an error.
+        # The reader closed the pipe, as `grep -q` does. That is not an error. Replace stdout, because Python would
+        # otherwise fail to flush it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return code
 
@@ -95,6 +96,7 @@ def _options(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _run(command: Command) -> int:
+    """Handle the options, run the action, and return the exit code. With ``-h``, ``-V`` or ``-t``, no action is run."""
     if "-h" in command.options:
         print(USAGE)
         return 0
@@ -111,6 +113,9 @@ def _run(command: Command) -> int:
 
 
 def _act(command: Command, action: str) -> int:
+    """Run an action and return the exit code. Without an action, become the daemon if ``-I`` is given and none is
+    running. Otherwise, print monit's message about waking the daemon, although the agent never has to be woken.
+    """
     if action in CHANGES:
         return _change(command, action)
     match action:
@@ -127,7 +132,7 @@ def _act(command: Command, action: str) -> int:
         case "procmatch":
             return _match(command)
         case "":
-            if "-I" in command.options and not _is_there(command):
+            if "-I" in command.options and not _is_running(command):
                 return _daemon(command)
             print(f"{command.name} daemon at {_need(command, 'show')['pid']} awakened", file=sys.stderr)
             return 0
@@ -138,7 +143,8 @@ def _act(command: Command, action: str) -> int:
     raise MonitError(f"invalid argument -- {action}  (-h will show valid arguments)")
 
 
-def _is_there(command: Command) -> bool:
+def _is_running(command: Command) -> bool:
+    """Return True if an agent or the daemon that replaces monit is running."""
     try:
         return bool(_ask(command, "show"))
     except NoAgentError:
@@ -158,8 +164,8 @@ def _daemon(command: Command) -> int:
 
 
 def _require_control_file(command: Command) -> None:
-    """Raise ``MonitError`` if ``-c`` names a missing file. The control file's path on a stemcell is always accepted,
-    even if the file is missing, because commands with this path are sent to the running agent.
+    """Raise ``MonitError`` if ``-c`` names a missing file. The control file's path on a stemcell is accepted even if
+    the file is missing, because commands with that path are sent to the running agent.
     """
     given = command.options.get("-c", "")
     if given and Path(given) != _control_file(command) and not Path(given).exists():
@@ -171,8 +177,8 @@ def _control_file(command: Command) -> Path:
 
 
 def _ask(command: Command, action: str, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Send a request and return the answer. Raises ``MonitError`` if the agent refuses the request, and
-    ``NoAgentError`` if no agent is running.
+    """Send a request and return the answer. Raises ``MonitError`` if the agent rejects the request or does not allow
+    this user to connect, and ``NoAgentError`` if no agent is running.
     """
     request = {"command": "services", "action": action, "names": list(names), "group": command.group}
     try:
@@ -196,11 +202,13 @@ def _change(command: Command, action: str) -> int:
     names = command.words[1:2]
     if not names and not command.group:
         raise MonitError(f"please specify the configured service name or 'all' after {action}")
+    # As in monit, -g overrides the name. ``_ask`` sends the group, which restricts "all" to its members.
     _need(command, action, ["all"] if command.group else names)
     return 0
 
 
 def _need(command: Command, action: str, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Do the same as ``_ask``, but raise ``MonitError`` if no agent is running."""
     try:
         return _ask(command, action, names)
     except NoAgentError as exc:
@@ -209,7 +217,7 @@ def _need(command: Command, action: str, names: Sequence[str] = ()) -> dict[str,
 
 def _validate(command: Command) -> int:
     """Print the failing services. As in monit 5.2.5, the exit code is 0 if a service is missing, has the wrong type
-    or does not respond, and 1 in all other cases, even if nothing fails.
+    or does not respond (``FATAL``), and 1 in all other cases, even if nothing fails.
     """
     wrong = [service for service in _need(command, "show")["services"] if service["state"] == "failing"]
     for service in wrong:
@@ -230,7 +238,8 @@ def _match(command: Command) -> int:
     except ValueError as exc:
         print(safetext.line(f"Regex {command.words[1]} parsing error: {exc}"))
         return FAILED
-    lines = [line or proc.name(pid) for pid, line in sorted(proc.command_lines(proc.table()).items())]
+    # Sort by pid, and leave out this command itself, because the pattern is one of its arguments.
+    lines = [line for _, line in sorted(proc.command_lines(proc.table()).items())]
     found = [line for line in lines if "procmatch" not in line and pattern.search(line)]
     rule = "-" * 42
     print(safetext.line(f'List of processes matching pattern "{command.words[1]}":'))
@@ -261,9 +270,9 @@ def _check(command: Command) -> int:
 
     named = [*command.words, *filter(None, [command.options.get("-c")])]
     try:
-        there = command.paths.monit_job
+        # Instead of a stemcell's control file, which need not exist, check the jobs' files that it includes.
         paths = [Path(name) for name in named if Path(name) != _control_file(command)]
-        paths = paths or sorted(path for path in there.iterdir() if path.suffix == ".monitrc")
+        paths = paths or sorted(path for path in command.paths.monit_job.iterdir() if path.suffix == ".monitrc")
     except PermissionError as exc:
         raise _not_owned(command) from exc
     except FileNotFoundError:

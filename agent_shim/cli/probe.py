@@ -26,10 +26,10 @@ NO, NO_AGENT = 1, 69
 
 
 def read(words: list[str]) -> tuple[str, str] | None:
-    """Return the kind and the base directory of a probe if the command line has the form that is usual in pod
-    manifests.
+    """Parse a probe's command line, and return the probe's kind and base directory.
 
-    Return None for any other command line, which the full parser handles.
+    Only the form that is usual in pod manifests is accepted. For any other form, return None, so that the full parser
+    handles it.
     """
     match words:
         case ["live" | "ready" as kind]:
@@ -41,13 +41,14 @@ def read(words: list[str]) -> tuple[str, str] | None:
 
 def main(question: tuple[str, str]) -> int:
     """Run the probe ``question`` (kind and base directory) and print the reason for the result. Return 0 on success, 1
-    on failure, and 69 if no agent is running or it does not answer.
+    on failure, and 69 if no agent is running or the agent does not answer.
     """
     kind, base = question
     return _live(base) if kind == "live" else _ready(base)
 
 
 def _live(base: str) -> int:
+    """Check that an agent is running, which means that it has locked its lock file."""
     path = f"{base}/{LOCK}"
     why = "no process has locked it"
     try:
@@ -64,13 +65,16 @@ def _live(base: str) -> int:
 
 
 def _ready(base: str) -> int:
+    """Ask the agent for the result of ``/readyz``. The agent replies on its control socket, so the HTTP port may be
+    closed.
+    """
     path = f"{base}/{SOCKET}"
     try:
-        with socket.socket(socket.AF_UNIX) as asked:
-            asked.settimeout(ANSWER_TIMEOUT_S)
-            asked.connect(path)
-            asked.sendall(b'{"command":"probe","kind":"ready"}\n')
-            with asked.makefile("rb") as stream:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(ANSWER_TIMEOUT_S)
+            connection.connect(path)
+            connection.sendall(b'{"command":"probe","kind":"ready"}\n')
+            with connection.makefile("rb") as stream:
                 reply = stream.readline()
         import json
 
@@ -82,5 +86,6 @@ def _ready(base: str) -> int:
 
 
 def _no_agent(what: str) -> int:
+    """Print that no agent was found, and return the exit code for that."""
     sys.stderr.write(f"agent-shim: cannot {what} (is it running, and are you root or its user?)\n")
     return NO_AGENT

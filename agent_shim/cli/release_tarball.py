@@ -1,9 +1,10 @@
-"""Reads tarballs of BOSH source releases, and writes them with compiled packages.
+"""Reads BOSH source release tarballs, and writes the corresponding compiled release tarballs.
 
 The fields of release.MF, the order of packages and the layout of the result match those of the Go agent
-(releasetarball/compile.go, bosh-cli release/manifest/manifest.go). There are three differences. All entries are owned
-by root. In the source release, names may lack ``./``, and the entry for the ``packages`` directory may be missing. A
-release that cannot be compiled is refused before anything is compiled. Only short-lived processes import this module.
+(releasetarball/compile.go, bosh-cli release/manifest/manifest.go). Unlike with the Go agent, all entries are owned by
+root, and a release that cannot be compiled is rejected before anything is compiled. In the source tarball, names need
+not begin with ``./``, and the entry for the ``packages`` directory may be missing. Only short-lived processes import
+this module.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class _QuotingDumper(yaml.SafeDumper):
     """A YAML dumper that also quotes strings that YAML 1.2 would read as numbers, such as the digest ``12e34``."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002 - required by PyYAML
-        super().increase_indent(flow, False)
+        super().increase_indent(flow, False)  # also indent a list below its key
 
 
 _FLOAT: Final = re.compile(r"[-+]?[0-9][0-9_,]*(?:\.[0-9_,]*)?(?:[eE][-+]?[0-9]+)?$")
@@ -110,7 +111,9 @@ _QuotingDumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+
 
 
 def read_manifest(tarball: Path) -> ReleaseManifest:
-    """Return the manifest of a source release. Raises ``ArchiveError`` or ``ConfigError``."""
+    """Return the manifest of a source release. Raises ``ActionError`` (``ArchiveError`` for an invalid tarball) or
+    ``ConfigError``.
+    """
     with _opened(tarball) as source:
         for member, path, data in archive.entries(source):
             if path == MANIFEST:
@@ -130,14 +133,15 @@ def parse_manifest(raw: bytes) -> ReleaseManifest:
 
 
 def _without_nulls(value: Any) -> Any:
+    """Drop keys without a value at every level, so that their fields get the defaults."""
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: _without_nulls(member) for key, member in value.items() if member is not None}
+    return [_without_nulls(member) for member in value] if isinstance(value, list) else value
 
 
 def _checked(manifest: ReleaseManifest) -> ReleaseManifest:
-    """Return the manifest unchanged. Raises ``ConfigError`` if the release is compiled already, or if one of its names
-    cannot be used as a file name, for example ``../x``.
+    """Return the manifest unchanged. Raises ``ConfigError`` if the release is compiled already, and ``ActionError`` if
+    one of its names cannot be used as a file name, for example ``../x``.
     """
     checked_name("release", manifest.name)
     checked_name("release with the version", manifest.version)
@@ -156,13 +160,16 @@ def in_order(packages: Sequence[SourcePackage]) -> list[SourcePackage]:
     by_name = {package.name: package for package in packages}
     done: dict[str, SourcePackage] = {}
 
-    def add(name: str, above: tuple[str, ...]) -> None:
-        for below in by_name[name].dependencies if name not in done else ():
-            if below not in by_name:
-                raise ConfigError(f"package {name} depends on {below}, which is not in {MANIFEST}")
-            if below in (*above, name):
-                raise ConfigError(f"cycle detected: package {name} depends on {below}, which depends on it")
-            add(below, (*above, name))
+    def add(name: str, dependents: tuple[str, ...]) -> None:
+        """Append a package to ``done``, after its dependencies. ``dependents`` is the chain of packages that led to
+        this one. A package that depends on a member of its own chain is part of a cycle.
+        """
+        for needed in by_name[name].dependencies if name not in done else ():
+            if needed not in by_name:
+                raise ConfigError(f"package {name} depends on {needed}, which is not in {MANIFEST}")
+            if needed in (*dependents, name):
+                raise ConfigError(f"cycle detected: package {name} depends on {needed}, which depends on it")
+            add(needed, (*dependents, name))
         done.setdefault(name, by_name[name])
 
     for name in sorted(by_name):
@@ -172,10 +179,10 @@ def in_order(packages: Sequence[SourcePackage]) -> list[SourcePackage]:
 
 def extract_packages(tarball: Path, manifest: ReleaseManifest, directory: Path) -> Iterator[tuple[str, Path]]:
     """Copy the tarball of each package in ``manifest`` to ``directory/NAME.tgz``. Yields the package's name and the
-    path of the copy.
+    path of the copy, as soon as it has been copied.
 
-    Raises ``ArchiveError`` if a package is missing or is not listed in the manifest, and ``DigestError`` if its digest
-    is wrong.
+    Raises ``ArchiveError`` if a package is not listed in the manifest or, at the end, if a listed package is missing.
+    Raises ``DigestError`` if the digest of a package is wrong.
     """
     digests = {package.name: package.sha1 for package in manifest.packages}
     seen: set[str] = set()
@@ -198,6 +205,7 @@ def extract_packages(tarball: Path, manifest: ReleaseManifest, directory: Path) 
 
 
 def _copy_checked(data: Iterator[bytes], target: Path, digest: MultipleDigest) -> None:
+    """Write ``data`` to ``target``. If its digest is wrong, raise ``DigestError`` and leave ``target`` as it was."""
     hasher = digest.hasher()
     with files.replacing(target, mode=FILE_MODE) as out:
         for piece in data:
@@ -207,6 +215,7 @@ def _copy_checked(data: Iterator[bytes], target: Path, digest: MultipleDigest) -
 
 
 def _opened(tarball: Path) -> BinaryIO:
+    """Open a tarball. Raises ``HostError``."""
     try:
         return tarball.open("rb")
     except OSError as exc:
@@ -239,14 +248,14 @@ def write_compiled(tarball: Path, into: Path, manifest: ReleaseManifest, package
         _opened(tarball) as source,
         files.replacing(into, mode=FILE_MODE) as out,
         packing.Sink(out, compressed=not manifest.no_compression, newest=None) as sink,
-    ):
+    ):  # without a limit on modification times, because ``_header`` leaves them out
         are_written = False
         for member, path, data in archive.entries(source):
             is_of_packages = path == PACKAGES or path.startswith(f"{PACKAGES}/")
             if path == MANIFEST:
                 content = render_manifest(manifest)
                 sink.write_member(_header(path, size=len(content)), [content])
-            elif not is_of_packages and path:
+            elif not is_of_packages and path:  # the path of the top directory is ""
                 sink.write_member(_header(path, member), data)
             if is_of_packages and not are_written:
                 _write_packages(sink, packages)
@@ -255,6 +264,7 @@ def write_compiled(tarball: Path, into: Path, manifest: ReleaseManifest, package
 
 
 def _write_packages(sink: packing.Sink, packages: Mapping[str, Path]) -> None:
+    """Write the directory of compiled packages. ``packages`` maps their names to their tarballs."""
     directory = _header(COMPILED)
     directory.type, directory.mode = tarfile.DIRTYPE, DIRECTORY_MODE
     sink.write_header(directory)
@@ -266,8 +276,10 @@ def _write_packages(sink: packing.Sink, packages: Mapping[str, Path]) -> None:
 
 
 def _header(path: str, member: tarfile.TarInfo | None = None, *, size: int = 0) -> tarfile.TarInfo:
-    """Return a tar header with root as owner and without a modification time, so that the same sources produce the
-    same bytes.
+    """Return a tar header for ``member``, an entry of the source release. If ``member`` is None, the header describes a
+    new file of ``size`` bytes.
+
+    The owner is root and there is no modification time, so that the same sources produce the same bytes.
     """
     header = tarfile.TarInfo(f"./{path}")
     header.size, header.mode = size, FILE_MODE

@@ -49,7 +49,9 @@ class BpmYml(msgspec.Struct):
 
 @dataclass(frozen=True)
 class RenderedInstance:
-    """The instance of ``group`` that is to be rendered. ``az`` is None in a group without zones."""
+    """The instance of ``group`` that is to be rendered. ``az`` is None in a group without zones, and
+    ``persistent_disk`` is in MiB.
+    """
 
     group: Group
     index: int
@@ -86,9 +88,10 @@ def write(args: argparse.Namespace) -> list[str]:
         ]
         packages = [path for release in releases for path in release.directory.glob("compiled_packages/*.tgz")]
         known = _known(manifest, releases)
+        # The bpm release may be missing, because the agent itself runs the processes in bpm.yml.
         jobs = [job for job in wanted if (group.name, job.name) in known or job.name != BPM]
         if missing := [job for job in jobs if (group.name, job.name) not in known]:
-            raise NotThereError(_without_job(group, missing[0], releases))
+            raise NotThereError(_missing_job_error(group, missing[0], releases))
         patterns = (args.addresses, args.group_address)
         if args.kubernetes:
             patterns = (kubernetes.ADDRESSES, kubernetes.GROUP_ADDRESS)
@@ -97,7 +100,7 @@ def write(args: argparse.Namespace) -> list[str]:
         inputs = [_input(manifest, instance, job, known[group.name, job.name], resolver) for job in jobs]
         evaluated = _evaluated(inputs)
         if args.kubernetes:
-            provided = [[each.properties for each in resolver.providers_of(group, job)] for job in jobs]
+            provided = [[link.properties for link in resolver.providers_of(group, job)] for job in jobs]
             declared = [
                 manifest.properties_of(group, job) | given["properties"]
                 for job, given in zip(jobs, inputs, strict=True)
@@ -113,9 +116,9 @@ def write(args: argparse.Namespace) -> list[str]:
                 is_privileged=any(map(_is_privileged, evaluated.values())),
             )
             kubernetes.write(parts, args.out)
-            there = {package.stem for package in packages}
-            missed = _without_packages(group, jobs, known, there, COMPILE)
-            return [*_of_addons(manifest), *resolver.warnings, *missed]
+            existing = {package.stem for package in packages}
+            lacking = _missing_package_warnings(group, jobs, known, existing, COMPILE)
+            return [*_addon_warnings(manifest), *resolver.warnings, *lacking]
         args.out.mkdir(parents=True, exist_ok=True)
         for name, files in evaluated.items():
             _write(args.out / "jobs" / name, files)
@@ -130,15 +133,15 @@ def write(args: argparse.Namespace) -> list[str]:
         "persistent_disk": instance.persistent_disk,
     }
     (args.out / "instance.json").write_text(json.dumps(about))
-    there = {path.name for path in (args.out / "packages").glob("*")}
+    existing = {path.name for path in (args.out / "packages").glob("*")}
     advice = f"{COMPILE}, or put the package into `packages`"
-    missed = _without_packages(group, jobs, known, there, advice)
+    lacking = _missing_package_warnings(group, jobs, known, existing, advice)
     others = {path.name for path in (args.out / "jobs").glob("*")} - {job.name for job in group.jobs}
     outdated = [
         f"{group.name} has no job {name}, but an agent would run {args.out}/jobs/{name}; remove it if it is outdated"
         for name in sorted(others)
     ]
-    return [*_of_addons(manifest), *_without_size(group), *resolver.warnings, *missed, *outdated]
+    return [*_addon_warnings(manifest), *_disk_size_warnings(group), *resolver.warnings, *lacking, *outdated]
 
 
 def warn(warnings: Sequence[str]) -> None:
@@ -148,8 +151,8 @@ def warn(warnings: Sequence[str]) -> None:
 
 
 def _below_here(releases: Sequence[Path]) -> list[str]:
-    """Return the release paths for the Dockerfile. They must be below the current directory, because that is the build
-    context, and their names must differ, because they are copied into one directory.
+    """Return the release paths for the Dockerfile. Raises ``ConfigError`` unless all releases are below the current
+    directory, which is the build context, and have different names.
     """
     found: dict[str, str] = {}
     for release in releases:
@@ -162,12 +165,13 @@ def _below_here(releases: Sequence[Path]) -> list[str]:
 
 
 def _is_privileged(files: Mapping[str, str]) -> bool:
-    """Return True if a process in bpm.yml is privileged."""
+    """Return True if a process in a job's bpm.yml is privileged. ``files`` are the job's rendered files by path."""
     config = deployment.parse_yaml(files.get("config/bpm.yml", ""), "bpm.yml", BpmYml)
     return any((process.get("unsafe") or {}).get("privileged") is True for process in config.processes)
 
 
 def _wanted(group: Group, only: Sequence[str], manifest: Path) -> list[DeployedJob]:
+    """Return the group's jobs or, if ``only`` is not empty, the jobs named in ``only``. Raises ``ConfigError``."""
     wanted = [job for job in group.jobs if not only or job.name in only]
     missing = set(only) - {job.name for job in wanted}
     if missing or not wanted:
@@ -177,15 +181,17 @@ def _wanted(group: Group, only: Sequence[str], manifest: Path) -> list[DeployedJ
 
 
 def _known(manifest: DeploymentManifest, releases: Sequence[ReleaseDirectory]) -> dict[tuple[str, str], ReleaseJob]:
-    """Return the jobs in all groups, leaving out those that no release contains. Any of them may provide a link."""
-    every = ((group.name, job) for group in manifest.instance_groups for job in group.jobs)
-    return {(group, job.name): found for group, job in every if (found := deployment.find_job(job, releases))}
+    """Return the jobs in all groups, because any of them may provide a link. Jobs that no release contains are left
+    out.
+    """
+    deployed = ((group.name, job) for group in manifest.instance_groups for job in group.jobs)
+    return {(group, job.name): found for group, job in deployed if (found := deployment.find_job(job, releases))}
 
 
 def _instance(group: Group, args: argparse.Namespace) -> RenderedInstance:
     """Return the instance that options or environment variables select. Raises ``ConfigError``."""
     given = str(os.environ.get(INDEX, "") if args.index is None else args.index)
-    number = re.search(r"(?:^|-)([0-9]+)$", given or "0")
+    number = re.search(r"(?:^|-)([0-9]+)$", given or "0")  # an index, or the name of a StatefulSet's pod
     if number is None:
         raise ConfigError(f"cannot render {group.name}: {INDEX} is neither a number nor the name of a pod: {given}")
     index = int(number[1])
@@ -207,29 +213,33 @@ def _instance(group: Group, args: argparse.Namespace) -> RenderedInstance:
     return RenderedInstance(group, index, own, az, bootstrap, group.persistent_disk or 0)
 
 
-def _without_size(group: Group) -> list[str]:
+def _disk_size_warnings(group: Group) -> list[str]:
     if group.persistent_disk_type is None:
         return []
     size = f"the size of persistent_disk_type {group.persistent_disk_type} is in the cloud config"
     return [f"{size}, so spec.persistent_disk of {group.name} is 0; use `persistent_disk: MEBIBYTES` instead"]
 
 
-def _without_job(group: Group, job: DeployedJob, releases: Sequence[ReleaseDirectory]) -> str:
+def _missing_job_error(group: Group, job: DeployedJob, releases: Sequence[ReleaseDirectory]) -> str:
     names = [release.name for release in releases if release.name]
     given = f" ({', '.join(names)})" if names else ""
     add = f"; add the release {job.release}" if job.release and job.release not in names else ""
     return f"cannot render {group.name}/{job.name}: none of the given releases{given} has this job{add}"
 
 
-def _of_addons(manifest: DeploymentManifest) -> list[str]:
+def _addon_warnings(manifest: DeploymentManifest) -> list[str]:
+    # A dict drops duplicates and keeps the order.
     names = {job.name: None for addon in manifest.addons or () for job in addon.jobs if job.name != BPM}
     left = f"the jobs of addons are left out: {', '.join(names)}"
     return [f"{left}; list them in the instance group instead"] if names else []
 
 
 def _addresses(manifest: DeploymentManifest, instance: RenderedInstance, one: str, whole: str) -> links.Addresses:
-    """Return functions that find the addresses of instances and groups. They use the patterns given as options, the
-    address of ``instance``, and static IPs.
+    """Return functions that look up the addresses of instances and groups.
+
+    ``one`` is the pattern for the address of an instance, and ``whole`` the pattern for the address of a group; ""
+    means that there is no pattern. Without ``one``, or if a link needs an IP address, the address of ``instance`` and
+    static IPs are used.
     """
 
     def of_instance(group: Group, index: int, network: str, must_be_ip: bool) -> str | None:
@@ -239,11 +249,12 @@ def _addresses(manifest: DeploymentManifest, instance: RenderedInstance, one: st
             return instance.address
         return group.static_ip(index, network)
 
-    return links.Addresses(of_instance, lambda group, network: _filled(whole, manifest, group, network, 0))
+    # A group has no index, so the index and the id in its pattern are those of the first instance.
+    return links.Addresses(of_instance, lambda group, network: _filled(whole, manifest, group, network, index=0))
 
 
 def _filled(pattern: str, manifest: DeploymentManifest, group: Group, network: str, index: int) -> str:
-    """Return a pattern with the fields in braces replaced by their values."""
+    """Return the address that results from a pattern, in which each field in braces is replaced by its value."""
     fields = {
         "deployment": manifest.name,
         "group": group.name,
@@ -307,6 +318,7 @@ def _property_values(manifest: DeploymentManifest, group: Group, job: DeployedJo
                 break
         parent = bound
         for key in keys[:-1]:
+            # A spec may list both ``a`` and ``a.b``. In that case, a value of ``a`` that is not a mapping is replaced.
             if not isinstance(below := parent.get(key), dict):
                 parent[key] = below = {}
             parent = below
@@ -315,6 +327,7 @@ def _property_values(manifest: DeploymentManifest, group: Group, job: DeployedJo
 
 
 def _sorted(value: Any) -> Any:
+    """Sort the keys of a mapping and of the mappings in it."""
     return {key: _sorted(value[key]) for key in sorted(value, key=str)} if isinstance(value, dict) else value
 
 
@@ -336,7 +349,7 @@ def _spec(manifest: DeploymentManifest, instance: RenderedInstance, job: Deploye
         "job": {
             "name": group.name,
             "template": group.jobs[0].name,
-            "templates": [{"name": each.name} for each in group.jobs],
+            "templates": [{"name": deployed.name} for deployed in group.jobs],
         },
         "release": {"name": job.release, "version": manifest.version_of(job.release)},
         "networks": {name: _network(manifest, instance, name) for name in group.network_names},
@@ -345,6 +358,9 @@ def _spec(manifest: DeploymentManifest, instance: RenderedInstance, job: Deploye
 
 
 def _network(manifest: DeploymentManifest, instance: RenderedInstance, name: str) -> dict[str, Any]:
+    """Return a network for ``spec.networks``. The netmask and the gateway are placeholders, because the manifest does
+    not contain them.
+    """
     group = instance.group
     is_default = name == group.default_network
     address = (None if is_default else group.static_ip(instance.index, name)) or instance.address
@@ -379,11 +395,15 @@ def _evaluated(jobs: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
 
 
 def _failure(error: Mapping[str, Any]) -> str:
+    """Return the message for a template that ``render.rb`` could not evaluate."""
     line = f":{error['line']}" if error["line"] else ""
     return f"cannot render {error['job']}/{error['source']}{line}: {error['text']}"
 
 
 def _write(home: Path, files: Mapping[str, str]) -> None:
+    """Replace a job's directory with the rendered files. They may contain secrets, so only the owner can read them,
+    except for the programs in ``bin``.
+    """
     shutil.rmtree(home, ignore_errors=True)
     for name, text in files.items():
         path = home / name
@@ -394,17 +414,17 @@ def _write(home: Path, files: Mapping[str, str]) -> None:
             path.chmod(EXECUTABLE)
 
 
-def _without_packages(
+def _missing_package_warnings(
     group: Group,
     jobs: Sequence[DeployedJob],
     known: Mapping[tuple[str, str], ReleaseJob],
-    there: Collection[str],
+    existing: Collection[str],
     advice: str,
 ) -> list[str]:
-    """Return a warning with ``advice`` for each package that a job needs and that is not in ``there``."""
+    """Return a warning with ``advice`` for each package that a job needs and that is not in ``existing``."""
     return [
         f"{job.name} needs the package {package}: {advice}"
         for job in jobs
         for package in sorted(known[group.name, job.name].spec.packages or ())
-        if package not in there
+        if package not in existing
     ]

@@ -176,7 +176,7 @@ JSON.parse($stdin.read).each do |given|
   given['templates'].each do |template|
     place = "#{given['name']}/#{template['source']}"
     rendered[template['target']] = Job.new(given).render(place, template['text'])
-  rescue Exception => e # as in the Director, because a template may call abort
+  rescue Exception => e # like the Director, rescue any exception, because a template may call abort
     errors << { job: given['name'], source: template['source'], **mistake(e, place, template['text']) }
   end
 end

@@ -39,9 +39,7 @@ def render(status: dict[str, Any], paint: Paint = plain, columns: int = 0, lines
 
 
 def details(process: dict[str, Any], paint: Paint = plain, log: Sequence[str] = ()) -> str:
-    """Format everything that is known about one process: the agent's answer, the last events, and ``log``, which
-    contains the last lines of the job's log files.
-    """
+    """Format everything that is known about one process. ``log`` contains the last lines of the job's log files."""
     state, pid = shown_state(process), process["pid"]
     since = f" since {_moment(process['started_at'])}, {duration(process['uptime_secs'])} ago" if pid else ""
     retry = process["retry_secs"]
@@ -66,7 +64,9 @@ def details(process: dict[str, Any], paint: Paint = plain, log: Sequence[str] = 
 
 
 def _events(process: dict[str, Any], paint: Paint) -> list[str]:
-    """Return a line for each of the last events. Older agents do not report events."""
+    """Return a heading followed by one line for each recent event, or nothing if there are no events. Older agents do
+    not report events.
+    """
     lines = []
     for event in process.get("events", ()):
         times = f" ({event['count']} times)" if event["count"] > 1 else ""
@@ -86,6 +86,7 @@ def shown_state(process: dict[str, Any]) -> str:
 
 
 def _header(status: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
+    """Return labelled values that describe the agent. Only the daemon that replaces monit reports a control file."""
     if path := status.get("control_file"):
         waiting = f", {status['mails_waiting']} mails waiting" if status["mails_waiting"] else ""
         up = duration(status["uptime_secs"])
@@ -96,6 +97,7 @@ def _header(status: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
     beat = f", last heartbeat {duration(age)} ago" if age is not None else ""
     connected = paint("connected", "good") + beat
     broken = paint(f"not connected: {bus['error'] or 'connecting'}", "wrong")
+    # Older agents do not report ``is_used``.
     link = (connected if bus["connected"] else broken) if bus.get("is_used", True) else "not used (no Director)"
     rows = [
         ("agent", f"{status['agent_id'] or '-'}, agent-shim {status['version']}, up {duration(status['uptime_secs'])}"),
@@ -134,37 +136,43 @@ def _machine(vitals: dict[str, Any], paint: Paint) -> list[tuple[str, str]]:
 
 
 def _share(percent: str, paint: Paint) -> str:
-    """Return a percentage, coloured if it is 80 % or more."""
+    """Return a percentage, coloured if it is 80% or more."""
     number = float(percent)
     return paint(f"{percent} %", "wrong" if number >= 90 else "limited" if number >= 80 else "")
 
 
 def _table(processes: list[dict[str, Any]], paint: Paint, columns: int = 0) -> list[str]:
+    """Return the table of processes. Below a process, wrapped lines say what is wrong with it, and which statements in
+    its monit file the agent ignores.
+    """
     processes = sorted(processes, key=_urgency)
     rows = [_row(process) for process in processes]
     widths = [max(width(row[column]) for row in (_COLUMNS, *rows)) for column in range(len(_COLUMNS))]
 
-    def line(cells: tuple[str, ...], state: str) -> str:
+    def line(cells: tuple[str, ...], colour: str) -> str:
+        """Join ``cells`` into a line of the table. ``colour`` applies only to the state."""
         aligned = zip(_COLUMNS, map(_aligned, _COLUMNS, cells, widths), strict=True)
-        shown = (paint(text, state if name == "STATE" else "") if state else text for name, text in aligned)
+        shown = (paint(text, colour if name == "STATE" else "") for name, text in aligned)
         return "  ".join(shown).rstrip()
 
     lines = [paint(line(_COLUMNS, ""), "strong")]
     for process, cells in zip(processes, rows, strict=True):
         lines.append(line(cells, _COLOURS.get(shown_state(process), "")))
         if process["reason"]:
-            lines += [paint(line, "limited") for line in wrapped(process["reason"], columns, "  ")]
+            lines += [paint(text, "limited") for text in wrapped(process["reason"], columns, "  ")]
         if process["unheeded"]:
             unheeded = f"not acted on: {', '.join(process['unheeded'])}"
-            lines += [paint(line, "faint") for line in wrapped(unheeded, columns, "  ")]
+            lines += [paint(text, "faint") for text in wrapped(unheeded, columns, "  ")]
     return lines if processes else [paint("no processes: nothing is deployed yet", "faint")]
 
 
 def _urgency(process: dict[str, Any]) -> int:
+    """Return the sort key of a process in the table, which lists failing processes first."""
     return {"wrong": 0, "limited": 1}.get(_COLOURS.get(shown_state(process), ""), 2)
 
 
 def _aligned(column: str, text: str, columns: int) -> str:
+    """Pad a cell: on the left in a column of numbers, otherwise on the right."""
     padding = " " * (columns - width(text))
     return padding + text if column in _NUMBERS else text + padding
 

@@ -51,12 +51,12 @@ def main(args: argparse.Namespace) -> int:
     """Run a release in a container. Return 0 as soon as all processes are running, or 1 after a timeout. The container
     is kept in either case.
     """
-    tool = args.tool or next((each for each in TOOLS if shutil.which(each)), "")
+    tool = args.tool or next((name for name in TOOLS if shutil.which(name)), "")
     if not tool:
         raise ConfigError("cannot run a container: neither podman nor docker is installed")
     with tempfile.TemporaryDirectory() as scratch:
-        where = Path(scratch)
-        release = deployment.open_release(args.release, where / "source")
+        directory = Path(scratch)
+        release = deployment.open_release(args.release, directory / "source")
         if not (release.directory / "release.MF").is_file():
             how = "a tarball is required; create one with `bosh create-release --tarball=release.tgz`"
             raise ConfigError(f"cannot compile the checkout {args.release}: {how}")
@@ -65,27 +65,31 @@ def main(args: argparse.Namespace) -> int:
         if _run(tool, "container", "inspect", name, check=False).returncode == 0:
             remove = f"{tool} rm --force --volumes {name}"
             raise ConfigError(f"cannot create the container {name}: it already exists; remove it with `{remove}`")
-        manifest = args.manifest or _manifest(release, str(about.version), args.only, where / "manifest.yml")
-        out = where / "rendered"
+        manifest = args.manifest or _manifest(release, str(about.version), args.only, directory / "manifest.yml")
+        out = directory / "rendered"
         tarball = args.release
+        # Only a source release lists ``packages``. A compiled release lists ``compiled_packages``.
         if about.packages:
             # Find errors in the manifest now, because compiling may take many minutes.
-            render.write(_arguments(args, manifest, tarball, where / "uncompiled"))
-            tarball = _compiled(tool, args.image, args.release, where / "compiled")
+            render.write(_arguments(args, manifest, tarball, directory / "uncompiled"))
+            tarball = _compiled(tool, args.image, args.release, directory / "compiled")
         _say("render")
         render.warn(render.write(_arguments(args, manifest, tarball, out)))
-        (where / "agent.json").write_text(json.dumps({"AgentShim": {"spec": "/release", "grace": 9}}))
+        # podman and docker kill a container 10 s after asking it to stop, so the jobs get 9 s.
+        (directory / "agent.json").write_text(json.dumps({"AgentShim": {"spec": "/release", "grace": 9}}))
         _say(f"run the container {name}")
         published = [word for port in args.publish or () for word in ("--publish", port)]
         _run(tool, "create", "--name", name, "--volume", STORE, *published, args.image)
-        _run(tool, "cp", f"{where}/agent.json", f"{name}:/var/vcap/bosh/agent.json")
+        _run(tool, "cp", f"{directory}/agent.json", f"{name}:/var/vcap/bosh/agent.json")
         _run(tool, "cp", f"{out}/.", f"{name}:/release")
         _run(tool, "start", name)
-    return _shown(tool, name, args.timeout)
+    return _wait_and_show(tool, name, args.timeout)
 
 
 def _arguments(args: argparse.Namespace, manifest: Path, release: Path, out: Path) -> argparse.Namespace:
-    """Return the arguments of ``agent-shim render`` for one instance of the release."""
+    """Return the arguments of ``agent-shim render`` for one instance of the release. In links, all instances have the
+    loopback address.
+    """
     return argparse.Namespace(
         manifest=manifest,
         releases=[release],
@@ -107,6 +111,7 @@ def _compiled(tool: str, image: str, release: Path, out: Path) -> Path:
     began = time.monotonic()
     _say("compile")
     out.mkdir()
+    # The last word of the output is the container's id. Messages about pulling the image may precede it.
     container = _run(tool, "create", image, "sh", "-c", COMPILE).stdout.split()[-1]
     try:
         _run(tool, "cp", str(release), f"{container}:/release.tgz")
@@ -123,8 +128,9 @@ def _manifest(release: ReleaseDirectory, version: str, only: Sequence[str] | Non
     """Write a manifest for a single instance that runs a release's jobs with default properties. Errands are left out
     unless ``only`` names them.
     """
-    jobs = sorted(each.name for each in (release.directory / "jobs").iterdir() if each.is_dir())
+    jobs = sorted(path.name for path in (release.directory / "jobs").iterdir() if path.is_dir())
     specs = {name: deployment.read_yaml(release.directory / "jobs" / name / "job.MF", JobSpec) for name in jobs}
+    # As in the Director, a job with bin/run is an errand.
     errands = [
         name for name in jobs if "bin/run" in (specs[name].templates or {}).values() and name not in (only or ())
     ]
@@ -137,7 +143,7 @@ def _manifest(release: ReleaseDirectory, version: str, only: Sequence[str] | Non
     return path
 
 
-def _shown(tool: str, name: str, timeout_s: float) -> int:
+def _wait_and_show(tool: str, name: str, timeout_s: float) -> int:
     """Wait up to ``timeout_s`` seconds until all processes are running, and print their status. Return the exit code
     for ``agent-shim try``.
     """
@@ -158,6 +164,7 @@ def _shown(tool: str, name: str, timeout_s: float) -> int:
 
 
 def _probe(tool: str, name: str) -> subprocess.CompletedProcess[str]:
+    """Run ``agent-shim probe ready`` in the container. It succeeds once all processes are running."""
     return _run(tool, "exec", name, f"{PROGRAM}/agent-shim", "probe", "ready", check=False)
 
 
@@ -168,7 +175,9 @@ def _is_running(tool: str, name: str) -> bool:
 
 
 def _run(tool: str, *words: str, check: bool = True, capture: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a podman or docker command. Raises ``ShimError`` if it fails and ``check`` is set."""
+    """Run a podman or docker command. If ``check`` is set and the command fails, raise ``ShimError``. If ``capture`` is
+    set, return the command's output; otherwise, show it to the user. Without ``capture``, ``check`` must not be set.
+    """
     pipe = subprocess.PIPE if capture else None
     done = subprocess.run([tool, *words], stdout=pipe, stderr=pipe, encoding="utf-8", errors="replace", check=False)
     if check and done.returncode != 0:

@@ -1,4 +1,5 @@
-"""A private nats-server with the Director's configuration: mutual TLS, users mapped from certificates, and permissions.
+"""Runs a private nats-server with the Director's configuration: mutual TLS, users mapped from certificates, and
+permissions.
 
 The configuration follows ``jobs/nats/templates/nats.cfg.erb``, and the users follow ``nats_auth_config.rb`` of
 nats-sync. A reload uses SIGHUP, as nats-sync does.
@@ -49,6 +50,7 @@ class NatsServer:
         self._pair = self.authority.server()
         self._ping: Mapping[str, str | int] = {"ping_interval": "5s", "ping_max": 2}
         self._agents: dict[str, tuple[bool, bool]] = {}
+        """Whether each agent may connect with its bootstrap certificate and with its permanent one."""
         self._process: process.Process | None = None
 
     @property
@@ -66,6 +68,7 @@ class NatsServer:
         return self._reached_by(self.authority.client(common_name))
 
     def _reached_by(self, pair: Pair) -> Mbus:
+        """Return the server's address and the credentials of the client to which ``pair`` belongs."""
         return Mbus((self.url,), self.authority.ca, pair.certificate, pair.private_key)
 
     async def add_agent(self, agent_id: str, *, bootstrap: bool = True, permanent: bool = True) -> None:
@@ -83,15 +86,14 @@ class NatsServer:
         await self.stop()
 
     async def start(self) -> None:
-        """Start the server and wait until it listens."""
+        """Start the server and wait until it is listening."""
         self._write()
         output = self._where / "nats.out"
         argv = [nats_server(), "-c", str(self._config)]
         self._process = started = process.spawn(argv, env={}, stdout=output, stderr=output)
         ports = self._where / f"nats-server_{started.pid}.ports"
         await self._until(lambda: _port_in(ports) is not None, "start")
-        self.port = _port_in(ports) or self.port
-        self._write()
+        self.port = _port_in(ports) or self.port  # later configurations contain the port, so it stays the same
 
     async def stop(self) -> None:
         """Shut the server down gracefully. Does nothing if it is not running."""
@@ -114,15 +116,17 @@ class NatsServer:
     def _reloads(self) -> int:
         return self.log.read_text().count("Reloaded server configuration")
 
-    async def _until(self, is_so: Callable[[], bool], what: str) -> None:
+    async def _until(self, holds: Callable[[], bool], what: str) -> None:
+        """Wait until a condition holds. Raises a ``ShimError`` that says which action (``what``) took too long."""
         try:
             async with asyncio.timeout(SERVER_TIMEOUT_S):
-                while not is_so():  # noqa: ASYNC110 - waits for files that another program writes
+                while not holds():  # noqa: ASYNC110 - waits for files that another program writes
                     await asyncio.sleep(0.005)
         except TimeoutError:
             raise ShimError(f"cannot {what} nats-server within {SERVER_TIMEOUT_S:g} s: see {self.log}") from None
 
     def _write(self) -> None:
+        """Write the configuration and the certificates. The port -1 makes the server choose a free one."""
         self._where.mkdir(parents=True, exist_ok=True)
         files = {"cert_file": self._pair.certificate, "key_file": self._pair.private_key, "ca_file": self.authority.ca}
         for name, pem in files.items():
@@ -140,19 +144,20 @@ class NatsServer:
         _write_private(self._config, json.dumps(config, indent=1, ensure_ascii=False))
 
     def _users(self) -> list[dict[str, Any]]:
+        """Return the users with their permissions: the Director, the Health Monitor and the admitted agents."""
         director = _user(DIRECTOR, publish=["agent.*", "hm.director.alert"], subscribe=["director.>"])
         kinds = ("heartbeat", "alert", "shutdown")
-        heard = [*(f"hm.agent.{kind}.*" for kind in kinds), "hm.director.alert"]
-        monitor = _user(HEALTH_MONITOR, publish=[], subscribe=heard)
+        subjects = [*(f"hm.agent.{kind}.*" for kind in kinds), "hm.director.alert"]
+        monitor = _user(HEALTH_MONITOR, publish=[], subscribe=subjects)
         agents = [
             _user(
                 agent_name(agent_id, bootstrap=bootstrap),
                 publish=[*(f"hm.agent.{kind}.{agent_id}" for kind in kinds), f"director.*.{agent_id}.*"],
                 subscribe=[f"agent.{agent_id}"],
             )
-            for agent_id, let_in in self._agents.items()
-            for bootstrap, is_in in zip((True, False), let_in, strict=True)
-            if is_in
+            for agent_id, admissions in self._agents.items()
+            for bootstrap, is_admitted in zip((True, False), admissions, strict=True)
+            if is_admitted
         ]
         return [director, monitor, *agents]
 

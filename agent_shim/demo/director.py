@@ -1,4 +1,4 @@
-"""A simulated Director and Health Monitor. They implement only the agent protocol, and share no code with the agent.
+"""Simulates a Director and a Health Monitor, which implement only the agent protocol and share no code with the agent.
 
 Replies, timeouts and retries are handled as in the real Director (``agent_client.rb`` and ``nats_rpc.rb`` of
 bosh-director), so that a test sees the same delays and failures as a user.
@@ -28,7 +28,7 @@ RETRIES: Final[Mapping[str, int]] = {"get_task": 4, "get_state": 2, "upload_blob
 """Number of retries if there is no reply, by method. Requests with other methods are not retried."""
 
 STOP_LIMIT_S: Final = 300.0
-"""How long the Director waits in total until a ``stop`` task has finished."""
+"""How long in total the Director waits for a ``stop`` task to finish."""
 
 
 class RpcTimeoutError(ShimError):
@@ -68,9 +68,9 @@ class BusClient:
         """Publish a message as soon as the client is connected."""
         await self._joined.wait()
         self.published += 1
-        if self.writer is not None:
-            self.writer.write(b"PUB %b %d\r\n%b\r\n" % (subject.encode(), len(data), data))
-            await self.writer.drain()
+        assert self.writer is not None, "it is set before the client has joined"
+        self.writer.write(b"PUB %b %d\r\n%b\r\n" % (subject.encode(), len(data), data))
+        await self.writer.drain()
 
     async def serve(self) -> None:
         """Stay connected to the bus until cancelled."""
@@ -85,9 +85,10 @@ class BusClient:
         await self._joined.wait()
 
     async def _connect(self) -> None:
+        """Connect, subscribe, and handle messages until the connection ends. Raises ``OSError``."""
         reader, self.writer = await asyncio.open_connection(self._url.hostname, self._url.port)
         try:
-            await reader.readline()
+            await reader.readline()  # the server's greeting
             await self.writer.start_tls(self._context, server_hostname=self._url.hostname)
             self.writer.write(self._hello)
             await self._read(reader, self.writer)
@@ -95,24 +96,25 @@ class BusClient:
             self.writer.transport.abort()
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Handle the server's messages until the connection ends."""
         buffer = bytearray()
         while data := await reader.read(1 << 16):
             buffer += data
             begin = 0
             while (end := buffer.find(b"\r\n", begin)) >= 0:
                 verb, _, rest = buffer[begin:end].partition(b" ")
-                begin, here = end + 2, begin
+                begin, line_begin = end + 2, begin
                 if verb == b"MSG":
                     words = rest.split()
                     size = int(words[-1])
-                    if len(buffer) < begin + size + 2:
-                        begin = here
+                    if len(buffer) < begin + size + 2:  # the message is incomplete, so parse its line again later
+                        begin = line_begin
                         break
                     self._on_message(words[0].decode(), bytes(buffer[begin : begin + size]))
                     begin += size + 2
                 elif verb == b"PING":
                     writer.write(b"PONG\r\n")
-                elif verb == b"PONG":
+                elif verb == b"PONG":  # answers the PING sent after the subscriptions
                     self._joined.set()
                 elif verb == b"-ERR":
                     raise ConnectionError(rest.decode(errors="replace"))
@@ -147,6 +149,7 @@ class Director:
         """How often a task has been queried so far."""
         self.peer: BusClient | None = None
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        """Pending requests by id. Each future gets the reply."""
 
     @asynccontextmanager
     async def on(self, mbus: Mbus) -> AsyncIterator[Director]:
@@ -161,11 +164,10 @@ class Director:
     async def call(
         self, agent_id: str, method: str, *arguments: Any, timeout: float = 45.0, retries: int | None = None
     ) -> dict[str, Any]:
-        """Send a request and return the reply, which contains a value or an exception. Raises ``RpcTimeoutError`` if no
-        reply arrives within ``timeout`` seconds.
+        """Send a request and return the reply, which contains a value or an exception.
 
-        ``retries`` is how often the request is repeated after a timeout. None means as often as a real Director repeats
-        requests with this method.
+        If no reply arrives within ``timeout`` seconds, the request is repeated up to ``retries`` times, by default as
+        often as a real Director repeats requests with this method. After that, raise ``RpcTimeoutError``.
         """
         times = RETRIES.get(method, 0) if retries is None else retries
         for _ in range(1 + times):
@@ -210,7 +212,7 @@ class Director:
 
     async def wait_until_ready(self, agent_id: str, *, timeout: float = 600.0, patience: float = 1.0) -> None:
         """Ping the agent until it answers, for at most ``timeout`` seconds in total and ``patience`` seconds for each
-        reply.
+        reply. Raises ``TimeoutError``.
         """
         async with asyncio.timeout(timeout):
             while True:
@@ -227,6 +229,7 @@ class Director:
         await self.peer.publish(f"agent.{agent_id}", json.dumps(request).encode())
 
     def _received(self, subject: str, data: bytes) -> None:
+        """Deliver a reply to the request whose id is the last part of the subject."""
         reply = self._waiting.pop(subject.rpartition(".")[2], None)
         with contextlib.suppress(ValueError):
             document = json.loads(data)
@@ -237,6 +240,7 @@ class Director:
 
 
 def _value(reply: dict[str, Any]) -> Any:
+    """Return the value in a reply. Raises ``RpcRemoteError`` if the reply contains an exception."""
     if "exception" in reply:
         exception = reply["exception"]
         raise RpcRemoteError(str(exception.get("message", "") if isinstance(exception, dict) else exception))
@@ -300,5 +304,6 @@ class HealthMonitor:
     def _received(self, subject: str, data: bytes) -> None:
         _, _, kind, agent_id = subject.split(".", 3)
         self.notices.append(Notice(kind, agent_id, json.loads(data)))
+        # Wake all waiting callers. Callers that arrive later wait for the next notice.
         self._news.set()
         self._news = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Bus certificates like those of BOSH, both valid and invalid, for the demo, the tests and the benchmarks.
+"""Issues bus certificates like those of BOSH, both valid and invalid, for the demo, the tests and the benchmarks.
 
 Subjects follow the Director (``nats_client_cert_generator.rb``) and the bosh-deployment manifest. By default, the keys
 are elliptic-curve keys, which take only a millisecond to generate. A real Director generates 3072-bit RSA keys.
@@ -71,7 +71,9 @@ class Authority:
         self._key = _key(bits)
         self._name = _name(common_name)
         self.ca = _pem(
-            (issuer or self).sign(self._name, self._key.public_key(), GOOD, [x509.BasicConstraints(True, None)])
+            (issuer or self).sign(
+                self._name, self._key.public_key(), GOOD, [x509.BasicConstraints(ca=True, path_length=None)]
+            )
         )
 
     def server(
@@ -81,8 +83,8 @@ class Authority:
         hosts: Sequence[str] = ("127.0.0.1", "localhost", SERVER),
         valid: tuple[float, float] = GOOD,
     ) -> Pair:
-        """Issue a server certificate for ``hosts`` (names and addresses). Clients compare the host to which they
-        connect only with ``hosts``, not with the common name.
+        """Issue a server certificate for ``hosts`` (names and addresses). Clients look for the host in ``hosts`` and
+        not in the common name.
         """
         usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
         return self._pair(common_name, valid, [usage, x509.SubjectAlternativeName([_host(host) for host in hosts])])
@@ -102,6 +104,7 @@ class Authority:
     def sign(
         self, name: x509.Name, public_key: Any, valid: tuple[float, float], extensions: Sequence[x509.ExtensionType]
     ) -> x509.Certificate:
+        """Sign a certificate that is valid from ``valid[0]`` to ``valid[1]``, in seconds from now."""
         now = datetime.now(UTC)
         builder = x509.CertificateBuilder(
             issuer_name=self._name,
@@ -117,6 +120,7 @@ class Authority:
 
 
 def _key(bits: int) -> Any:
+    """Generate an RSA key of ``bits`` bits, or an elliptic-curve key if ``bits`` is 0."""
     return rsa.generate_private_key(65537, bits) if bits else ec.generate_private_key(ec.SECP256R1())
 
 
@@ -130,6 +134,7 @@ def _name(common_name: str) -> x509.Name:
 
 
 def _host(host: str) -> x509.GeneralName:
+    """Return the subject alternative name for a name or address."""
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:

@@ -1,9 +1,9 @@
-"""The demonstration: a Director deploys a small release to a new agent over a real bus with mutual TLS.
+"""Runs the demonstration, in which a Director deploys a small release to a new agent over a real bus with mutual TLS.
 
 It needs neither root nor any network interface except loopback. All files are in a scratch directory, which is removed
 at the end. Every step is checked and printed with its duration, and the exit code is 0 only if all checks passed. If a
 check fails, the error names its step, and the directory is kept. Even after Ctrl-C, the demonstration stops every
-process that it has started.
+process that it started.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ def main(*, keep: bool = False) -> int:
 
 
 async def _play(scratch: Path, *, keep: bool) -> None:
+    """Start the bus, connect a Director and a Health Monitor, and run the demonstration."""
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     assert me is not None
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -103,16 +104,18 @@ async def _play(scratch: Path, *, keep: bool) -> None:
 
 
 def _ended_by(number: signal.Signals, end: Callable[[], object]) -> None:
-    if number == signal.SIGHUP:  # the terminal has been closed
+    """Handle a signal by calling ``end``."""
+    if number == signal.SIGHUP:  # the terminal has been closed, so discard all further output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     end()
 
 
 def _print(text: str, end: str = "\n") -> None:
+    """Print text at once, unless the terminal has been closed."""
     try:
         print(text, end=end, flush=True)
     except OSError as exc:
-        if exc.errno != errno.EIO:  # EIO means that the terminal was closed, so a signal follows
+        if exc.errno != errno.EIO:  # EIO means that the terminal was closed, and SIGHUP will follow
             raise
 
 
@@ -135,18 +138,20 @@ class Story:
         self.steps = 0
         self._agent: process.Process | None = None
         self._has_jobs = False
+        """True while jobs that ``_end`` must stop may be running."""
         self._now = "the start"
         """Name of the current step or, between steps, of the last one."""
 
     def say(self, what: str, *details: str) -> None:
+        """Print the elapsed time and ``what``, followed by ``details`` on the next lines."""
         _print(f"{time.monotonic() - self.begun_at:7.2f} s  {what}")
         for detail in details:
             _print("".join(f"           {line}\n" for line in detail.splitlines()), end="")
 
     @contextmanager
     def step(self, name: str) -> Iterator[list[str]]:
-        """Run the block as a step. Afterwards, print ``name`` with the duration, and the details that the block has
-        appended to the list.
+        """Run the block as a step, then print ``name`` and the duration. Details that the block adds to the yielded
+        list are printed too.
         """
         begun_at = time.monotonic()
         details: list[str] = []
@@ -158,6 +163,7 @@ class Story:
         self.say(f"{name:<42} {(time.monotonic() - begun_at) * 1000:8.1f} ms", *details)
 
     async def run(self) -> None:
+        """Run all steps, then stop the agent."""
         async with self._agent_for_the_block(), asyncio.timeout(LIMIT_S):
             await self._deploy()
             await self._kill_web()
@@ -178,7 +184,7 @@ class Story:
                 await self._deploy()
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 loop.add_signal_handler(number, _ended_by, number, ended.set)
-            self._lay_commands()
+            self._create_commands()
             words = {"scratch": shlex.quote(str(self.scratch)), "url": self.release.url}
             _print(TO_TRY.format(http=f"http://127.0.0.1:{self.http}", **words))
             alerts = asyncio.create_task(self._print_alerts())
@@ -187,7 +193,7 @@ class Story:
             _print("\nThe jobs, the agent and the bus end.")
         self.say("all processes have ended, and the directory is removed")
 
-    def _lay_commands(self) -> None:
+    def _create_commands(self) -> None:
         """Create the programs ``agent-shim`` and ``monit`` in the scratch directory. In an agent image, these programs
         are already installed.
         """
@@ -198,6 +204,7 @@ class Story:
             path.chmod(0o755)
 
     async def _print_alerts(self) -> None:
+        """Print each new alert until cancelled."""
         seen = len(self.monitor.notices)
         while True:
             for notice in self.monitor.notices[seen:]:
@@ -228,11 +235,12 @@ class Story:
         if self._has_jobs:
             drain = {"command": "drain", "timeout": DRAIN_S}
             with contextlib.suppress(ShimError):
-                door = Paths(self.base).control_socket
-                await asyncio.to_thread(control_client.ask, door, drain, timeout=2 * DRAIN_S)
+                path = Paths(self.base).control_socket
+                await asyncio.to_thread(control_client.ask, path, drain, timeout=2 * DRAIN_S)
         return await self._agent.terminate(DRAIN_S)
 
     async def _boot(self) -> None:
+        """Start the agent, and wait for its first answer and its first heartbeat."""
         self._write_settings()
         with self.step("agent started, until its first pong") as details:
             self._agent = process.spawn(
@@ -248,7 +256,7 @@ class Story:
             ended = asyncio.ensure_future(self._agent.wait())
             await asyncio.wait({ready, ended}, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
             ended.cancel()
-            if not ready.done():
+            if not ready.done():  # the agent has exited, or does not answer; the last line of its log says why
                 ready.cancel()
                 raise DemoError(_log(self.scratch).read_text(errors="replace").strip().rpartition("\n")[2])
             details.append(f"pid {self._agent.pid}, user {os.geteuid()}, all files below {self.base}")
@@ -282,14 +290,17 @@ class Story:
         return result
 
     async def _deploy(self) -> None:
+        """Deploy the release with the same requests as a Director, and wait until its jobs are running."""
         spec = self.release.spec(AGENT, NETWORKS)
         for blob_id, content in self.release.blobs.items():
             (self.scratch / "blobs" / blob_id).write_bytes(content)
+        # As a Director does for a new VM, apply a spec without jobs first.
         await self._run("apply", {name: spec[name] for name in ("deployment", "job", "index", "id", "networks")})
         state = await self.director.value(AGENT, "get_state")
         require(state["networks"] == NETWORKS, "the returned networks differ")
         spec["rendered_templates_archive"] = await self._upload()
         await self._run("prepare", spec)
+        # The agent deleted the first upload after it had prepared the jobs.
         spec["rendered_templates_archive"] = await self._upload()
         await self._run("apply", spec)
         await self._run("run_script", "pre-start", {}, title="pre-start")
@@ -303,6 +314,7 @@ class Story:
         await self._run("run_script", "post-start", {}, title="post-start")
 
     async def _upload(self) -> dict[str, str]:
+        """Send the rendered templates to the agent, and return the reference to them for the spec."""
         content = self.release.templates()
         blob_id = str(uuid.uuid4())
         checksum = hashlib.sha1(content, usedforsecurity=False).hexdigest()
@@ -311,6 +323,7 @@ class Story:
         return {"blobstore_id": blob_id, "sha1": checksum}
 
     async def _until_running(self) -> list[dict[str, Any]]:
+        """Wait until the agent reports the job state ``running``, and return the processes in its report."""
         while True:
             state = await self.director.value(AGENT, "get_state")
             if state["job_state"] == "running":
@@ -319,6 +332,7 @@ class Story:
             await asyncio.sleep(0.02)
 
     async def _kill_web(self) -> None:
+        """Kill a job's process. The agent must restart it and raise an alert."""
         pidfile = self.base / "sys/run/web/web.pid"
         before = pidfile.read_text()
         with self.step("web killed with SIGKILL, until it answers again") as details:
@@ -340,8 +354,9 @@ class Story:
             await asyncio.sleep(0.001)
 
     async def _crash(self) -> None:
+        """Make a job's server crash. The agent must restart it and raise an alert."""
         with self.step("flaky crashes by itself, until it is back"):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the server crashes instead of answering
                 await asyncio.to_thread(_get, self.release.flaky_url + "crash")
             await self.monitor.wait_for("alert", AGENT, lambda body: body["title"].startswith("flaky "))
             await self._until_answered(self.release.flaky_url)
@@ -349,6 +364,7 @@ class Story:
             await self._until_running()
 
     async def _show_observations(self) -> None:
+        """Print the vitals, the output of ``agent-shim status``, and some of the metrics."""
         state = await self.director.value(AGENT, "get_state", "full")
         vitals = state["vitals"]
         self.say(
@@ -372,6 +388,8 @@ class Story:
         require(result["stdout"].startswith("hello, visitor"), "the errand did not reach the web service")
 
     async def _stop(self) -> None:
+        """Stop the jobs with the same requests as a Director, and check that their servers no longer answer."""
+        # The Director tells pre-stop scripts that neither the VM, the instance nor the deployment will be deleted.
         keep = dict.fromkeys(("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep")
         await self._run("run_script", "pre-stop", {"env": keep}, title="pre-stop")
         require(await self._run("drain", "shutdown", {}) == 0, "drain did not end with 0")

@@ -1,4 +1,6 @@
-"""A small release whose jobs run real servers. Its templates are rendered for a base in a scratch directory."""
+"""Creates a small release whose jobs run real servers. Its templates are rendered for a base directory other than
+/var/vcap.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 MODE: Final = {True: 0o755, False: 0o644}
+"""Maps whether a file is executable to its mode."""
 
 _STORE: Final = '''
 import http.server, sys
@@ -147,6 +150,7 @@ class DemoRelease:
         return archive(files)
 
     def _job(self, job: str, package: str, arguments: str, *, depends: str = "") -> dict[str, str]:
+        """Return a job's rendered templates by path. The job runs ``package`` with ``arguments``."""
         words = {"base": self.base, "job": job, "package": package, "arguments": arguments}
         words |= {"shell_base": shlex.quote(str(self.base)), "python": shlex.quote(sys.executable)}
         words["depends"] = f"  depends on {depends}" if depends else ""

@@ -1,8 +1,8 @@
 """``agent-shim doctor``: probe what this container allows, and report the consequences and the necessary changes.
 
-Run the command inside the container as the agent's user. It changes nothing, because each probe runs in a child
-process, and the effects of a probe disappear when that process ends. ``PROBES`` lists the probes, and ``limits.LIMITS``
-lists the consequences and changes.
+Run the command inside the container as the agent's user. It leaves nothing behind. Privileged operations are tried in a
+child process, and their effects disappear when that process ends. Temporary files and cgroups are removed. ``PROBES``
+lists the probes, and ``limits.LIMITS`` lists the consequences and changes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from agent_shim.services import address_watch
 ANSWER_TIMEOUT_S: Final = 3.0
 """Timeout for an answer from a server."""
 MAX_GREETING_BYTES: Final = 65536
-"""Maximum length of a NATS server's greeting. A typical line has 500 bytes."""
+"""Maximum length of a NATS server's greeting. A typical greeting is 500 bytes long."""
 INITS: Final = frozenset({"s6-svscan", "systemd", "runsvdir", "init", "tini", "dumb-init", "catatonit"})
 LOGIN_PROGRAMS: Final = ("useradd", "usermod", "userdel", "sshd", "ssh-keygen")
 SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -87,8 +87,8 @@ DAY_S: Final = 86400
 
 @dataclass(frozen=True)
 class ContainerView:
-    """What the probes examine: the file tree, the configuration, and, if an agent is running, its settings and
-    status.
+    """What the probes examine: the file tree, the configuration, the settings that an agent read last (None if there
+    are none), and the status of a running agent (empty if there is none). Probes may create files in ``scratch``.
     """
 
     paths: Paths
@@ -103,11 +103,12 @@ class ContainerView:
         return os.geteuid() == 0
 
     def judged(self, topic: str, found: str, limit: str | Consequence = "", *, good: str = "", **words: str) -> Finding:
-        """Return a finding for ``topic``.
+        """Return a finding for ``topic``. ``found`` describes what the probe has found.
 
-        Its verdict is ``GOOD`` if there is no ``limit`` or nothing was ``found``. ``limit`` is a consequence or the
-        name of a row in ``LIMITS``. The suggested change depends on what created this container: a kubelet, a CPI or a
-        container engine.
+        Without a ``limit``, or if ``found`` is "", the verdict is ``GOOD``, and the text is ``good``, which defaults to
+        ``found``. Otherwise, the verdict and the suggested change come from ``limit``, which is a consequence or the
+        name of a row in ``LIMITS``. ``words`` fill the placeholders in its texts. The suggested change depends on what
+        created this container: a kubelet, a CPI or a container engine.
         """
         if not limit or not found:
             return Finding(topic, GOOD, good or found)
@@ -117,9 +118,10 @@ class ContainerView:
 
 
 def examine(paths: Paths, config: Path | None, creator: Runtime | None = None) -> Report:
-    """Examine the container. ``config`` is agent.json, by default the file on a stemcell.
+    """Examine the container. ``config`` is the path of agent.json; the default is its path on a stemcell.
 
-    The suggested changes are those for ``creator``, which by default is the program that created this container.
+    The suggested changes are meant for ``creator`` (a kubelet, a CPI or a container engine), by default the one that
+    created this container.
     """
     with _scratch(paths) as scratch:
         settings = _settings(paths)
@@ -129,15 +131,15 @@ def examine(paths: Paths, config: Path | None, creator: Runtime | None = None) -
         for topic, probe in PROBES.items():
             try:
                 findings += probe(view)
-            except (OSError, ValueError, LookupError) as exc:
+            except (OSError, ValueError, LookupError) as exc:  # a probe that fails must not prevent the others
                 findings.append(Finding(topic, LIMITED, f"this check failed: {exc}"))
         mounts_work = not error_of(privilege_probes.bind_mount, view.scratch)
     return Report(_tier(view, mounts_work=mounts_work), findings)
 
 
 def _tier(view: ContainerView, *, mounts_work: bool) -> str:
-    """Describe the container's tier. Root in a user namespace counts as a separate tier, because it has no privileges
-    on the host.
+    """Describe how privileged the container is (its tier). Root in a user namespace is a separate tier, because it has
+    no privileges on the host.
     """
     if not view.is_root:
         return "restricted: no root"
@@ -147,8 +149,8 @@ def _tier(view: ContainerView, *, mounts_work: bool) -> str:
 
 
 def runtime(settings: Effective | None, paths: Paths) -> Runtime:
-    """Return what kind of program created the container. A kubelet is recognised by an environment variable or its
-    mounts, and the warden and LXD CPIs are recognised by their mounts. In all other cases, a CPI has created the
+    """Return what kind of program created the container. A kubelet is recognized by an environment variable or its
+    mounts, and the warden and LXD CPIs are recognized by their mounts. In all other cases, a CPI has created the
     container if the settings contain bus addresses, otherwise a container engine.
 
     An agent with a base directory other than /var/vcap runs on a workstation, which counts as a container engine.
@@ -182,6 +184,10 @@ def _scratch(paths: Paths) -> tempfile.TemporaryDirectory[str]:
 
 
 def _config(paths: Paths, config: Path | None) -> AgentConfig:
+    """Read agent.json from ``config`` or, without it, from its path on a stemcell. If the default file cannot be read,
+    return the defaults. Raises ``ConfigError`` if ``config`` cannot be read, or if the content of either file is
+    invalid.
+    """
     path = config or paths.bosh / "agent.json"
     try:
         return parse_config(files.read(path), origin=str(path))
@@ -204,16 +210,18 @@ def _settings(paths: Paths) -> Effective | None:
 
 
 def _status(paths: Paths) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = {}
+    """Return the running agent's status. It is empty if no agent is running."""
+    status: Mapping[str, Any] = {}
     with contextlib.suppress(NoAgentError):
-        found = control_client.ask(paths.control_socket, {"command": "status"}, timeout=ANSWER_TIMEOUT_S)
-    return found
+        status = control_client.ask(paths.control_socket, {"command": "status"}, timeout=ANSWER_TIMEOUT_S)
+    return status
 
 
 # --- user and privileges ----------------------------------------------------------------------------------------------
 
 
 def _user(view: ContainerView) -> Iterator[Finding]:
+    """Check that jobs can run as another user, and that files can be given to that user."""
     uid = os.geteuid()
     who = ("root" if uid == 0 else f"user {uid}") + (", of a user namespace" if user_namespace.is_inside() else "")
     ids = (vcap.pw_uid, vcap.pw_gid) if (vcap := _vcap()) else (VCAP_UID, VCAP_UID)
@@ -228,8 +236,10 @@ def _user(view: ContainerView) -> Iterator[Finding]:
 
 
 def _privileges(view: ContainerView) -> Iterator[Finding]:
+    """Report which capabilities are missing, and what else confines the container's processes."""
     found, topic, reasons = capabilities.privileges(), "capabilities", {**limits.NEEDED, **limits.USEFUL}
-    missing, absent = ([name for name in names if name not in found.effective] for names in (reasons, limits.STRONG))
+    missing = [name for name in reasons if name not in found.effective]
+    missing_strong = [name for name in limits.STRONG if name not in found.effective]
     if not view.is_root:
         yield view.judged(topic, "none, as for every user except root", "no capabilities")
     elif missing:
@@ -238,16 +248,17 @@ def _privileges(view: ContainerView) -> Iterator[Finding]:
         limit = limits.capabilities(*missing, follows=follows, verdict=verdict)
         yield view.judged(topic, f"without {', '.join(missing)}", limit)
     else:
-        text = f"all that the agent needs, but not {', '.join(absent)}" if absent else ""
-        lost = "; ".join(limits.STRONG[name] for name in absent)
+        text = f"all that the agent needs, but not {', '.join(missing_strong)}" if missing_strong else ""
+        lost = "; ".join(limits.STRONG[name] for name in missing_strong)
         good = f"{len(found.effective)} capabilities, which include all that jobs may need"
         yield view.judged(topic, text, "few capabilities", good=good, lost=lost)
     known = (("no new privileges", found.no_new_privs), ("seccomp filter", found.seccomp))
-    marks = ", ".join(text for text, is_so in known if is_so)
-    yield view.judged("confinement", marks, "no new privileges" if found.no_new_privs else "", good=marks or "none")
+    in_use = ", ".join(text for text, is_in_use in known if is_in_use)
+    yield view.judged("confinement", in_use, "no new privileges" if found.no_new_privs else "", good=in_use or "none")
 
 
 def _mounts(view: ContainerView) -> Iterator[Finding]:
+    """Check that bind mounts and tmpfs can be created. A failure matters less if the store is already a volume."""
     tried = {"bind mount": privilege_probes.bind_mount, "tmpfs": privilege_probes.tmpfs}
     errors = {what: error_of(probe, view.scratch) for what, probe in tried.items()}
     failed = "; ".join(f"{what}: {os.strerror(error)}" for what, error in errors.items() if error)
@@ -258,6 +269,7 @@ def _mounts(view: ContainerView) -> Iterator[Finding]:
 
 
 def _isolation(view: ContainerView) -> Iterator[Finding]:
+    """Report how well bpm.yml processes can be isolated from each other (``host.sandbox.Isolation``)."""
     tried = {
         "mounts": privilege_probes.bind_mount,
         "processes": privilege_probes.process_namespace,
@@ -268,10 +280,11 @@ def _isolation(view: ContainerView) -> Iterator[Finding]:
     level = view.status.get("bpm", {}).get("level") or asyncio.run(sandbox.isolation()).level
     landlock = sandbox_exec.landlock_version() or "missing"
     found = f"level {level} (Landlock {landlock}; namespaces that can be created: {can or 'none'})"
-    yield view.judged("bpm isolation", found, "no isolation" if level > 2 else "")
+    yield view.judged("bpm isolation", found, "no isolation" if level > 2 else "")  # at level 3, files are not isolated
 
 
 def _users(view: ContainerView) -> Iterator[Finding]:
+    """Check that the user vcap and the programs for ``bosh ssh`` exist. Only an agent that runs as root needs them."""
     vcap = _vcap()
     missing = [name for name in LOGIN_PROGRAMS if view.is_root and shutil.which(name, path=SYSTEM_PATH) is None]
     if vcap is None and view.is_root:
@@ -294,6 +307,7 @@ def _vcap() -> pwd.struct_passwd | None:
 
 
 def _cgroups(view: ContainerView) -> Iterator[Finding]:
+    """Report which cgroups are usable, and which limits the container has."""
     found = cgroups.find()
     hierarchy = found.memory or found.cpu
     # A mount on /proc/meminfo means that lxcfs is used. In that case, /proc/meminfo and /proc/stat describe the
@@ -302,43 +316,48 @@ def _cgroups(view: ContainerView) -> Iterator[Finding]:
     if hierarchy is None:
         yield view.judged("cgroups", "not visible", "no cgroups, lxcfs" if has_lxcfs else "no cgroups")
         return
-    ours = "" if "memory" in job_cgroups.offered() else f"version {hierarchy.version}, without subgroups"
+    problem = "" if "memory" in job_cgroups.offered() else f"version {hierarchy.version}, without subgroups"
     yield view.judged(
-        "cgroups", ours, "cgroups read-only", good=f"version {hierarchy.version}, subgroups can be created"
+        "cgroups", problem, "cgroups read-only", good=f"version {hierarchy.version}, subgroups can be created"
     )
     machine, cpus = host_stats.memory(), cgroups.processors(found)
     memory = cgroups.memory(found, machine) or (machine if has_lxcfs else None)
     total = memory.total if memory else None
     texts = [f"memory {total / MIB:.0f} MiB" if total else "", f"{cpus:g} processors" if cpus else ""]
     yield view.judged("limits", ", ".join(filter(None, texts)) or "none", "" if total else "no memory limit")
-    if (group := cgroups.oom_group(found)) is not None:
+    if (group := cgroups.oom_group(found)) is not None:  # the path of memory.oom.group, if it contains 1
         yield view.judged("out of memory", f"{group} is 1", "kills together")
 
 
 def _job_limits(view: ContainerView) -> Iterator[Finding]:
-    hard, processes = (resource.getrlimit(which)[1] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
-    shown = [f"{'no limit' if value < 0 else value} {what}" for value, what in ((hard, "files"), (processes, "tasks"))]
-    yield view.judged("job limits", ", ".join(shown), "few open files" if 0 <= hard < MIN_OPEN_FILES else "")
+    """Report the hard limits that jobs cannot raise."""
+    opened, tasks = (resource.getrlimit(which)[1] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    # A negative value is RLIM_INFINITY.
+    shown = [f"{'no limit' if value < 0 else value} {what}" for value, what in ((opened, "files"), (tasks, "tasks"))]
+    yield view.judged("job limits", ", ".join(shown), "few open files" if 0 <= opened < MIN_OPEN_FILES else "")
 
 
 def _directories(view: ContainerView) -> Iterator[Finding]:
+    """Check that data and store are volumes, and that the other directories that the agent needs are writable."""
     paths = view.paths
     needs = {
         paths.data: "packages, jobs, logs and the state of the agent",
         paths.store: "the files of jobs that have a persistent disk",
     }
     yield from (_volume(view, path, text) for path, text in needs.items() if path.is_dir())
-    follows = {
+    consequences = {
         paths.bosh: "the agent does not start",
         paths.etc: "no users, no host keys, no names of other instances in /etc/hosts: no bosh ssh",
         Path("/tmp"): "scripts that need it fail",  # noqa: S108 - only checked
         Path("/run"): "daemons that put their pid files there fail",
     }
-    for path, text in follows.items():
+    for path, text in consequences.items():
         if path.is_dir():
-            error, is_top = error_of(privilege_probes.write, path), path.parent == Path("/") and path != Path("/etc")
-            of_another = "directory of another user" if error == errno.EACCES else "directory not writable"
-            limit = "top directory not writable" if is_top else of_another
+            error = error_of(privilege_probes.write, path)
+            if path in (Path("/tmp"), Path("/run")):  # noqa: S108 - only compared
+                limit = "top directory not writable"
+            else:
+                limit = "directory of another user" if error == errno.EACCES else "directory not writable"
             found = f"cannot be written: {os.strerror(error)}" if error else ""
             yield view.judged(str(path), found, limit, good="writable", needs=text, path=str(path), name=path.name)
 
@@ -346,21 +365,22 @@ def _directories(view: ContainerView) -> Iterator[Finding]:
 def _volume(view: ContainerView, path: Path, needs: str) -> Finding:
     """Check a directory that should be a volume. ``needs`` says what is stored there."""
     mount, found, limit = mounts.mount_of(path, mounts.mounts()), "", ""
-    is_missing, is_data = mount is None or mount.point == Path("/"), path == view.paths.data
+    is_in_root, is_data = mount is None or mount.point == Path("/"), path == view.paths.data
     if error := error_of(privilege_probes.write, path):
         found = f"cannot be written: {'read-only' if error == errno.EROFS else os.strerror(error)}"
         limit = (
-            "no data volume, read-only" if error == errno.EROFS and is_missing and is_data else "volume not writable"
+            "no data volume, read-only" if error == errno.EROFS and is_in_root and is_data else "volume not writable"
         )
     elif mount and "noexec" in mount.options:
         found, limit = "mounted noexec", "volume noexec"
-    elif is_missing:
+    elif is_in_root:
         found, limit = "in the root file system of the container", "no data volume" if is_data else "no volume"
     good = "a separate volume, writable"
     return view.judged(str(path), found, limit, good=good, needs=needs, path=str(path), name=path.name)
 
 
 def _space(view: ContainerView) -> Iterator[Finding]:
+    """Check the free space of each file system once, and the size of the shared memory."""
     seen = set()
     for path in (view.paths.data, view.paths.store, Path("/")):
         if path.is_dir() and (device := path.stat().st_dev) not in seen:
@@ -373,17 +393,22 @@ def _space(view: ContainerView) -> Iterator[Finding]:
 
 
 def _free(view: ContainerView, path: Path) -> Finding:
-    """Check how many bytes and inodes of a file system are free. An inode total of 0 means that there is no limit."""
+    """Check that a file system has at least 10% of its bytes and 5% of its inodes free. An inode total of 0 means that
+    there is no limit. The file system counts as full if it has less free space than downloads leave for other programs
+    (``bulk.transfer``).
+    """
     status = os.statvfs(path)
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     found = f"{path}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
     is_short = status.f_files > 0 and status.f_favail / status.f_files < 0.05
     found += f", {status.f_favail} of {status.f_files} inodes" if is_short else ""
     is_low = free < total * 0.1 or is_short
-    return view.judged("disk space", found, "disk full" if free < 64 * MIB else "disk nearly full" if is_low else "")
+    is_full = free < min(64 * MIB, total * 0.05)
+    return view.judged("disk space", found, "disk full" if is_full else "disk nearly full" if is_low else "")
 
 
 def _kernel(view: ContainerView) -> Iterator[Finding]:
+    """Check kernel features and inotify limits. Also check that process 1 is an init process, which reaps orphans."""
     has = {
         "pidfd": not error_of(privilege_probes.open_pidfd),
         "Landlock": bool(sandbox_exec.landlock_version()),
@@ -406,11 +431,13 @@ def _kernel(view: ContainerView) -> Iterator[Finding]:
 
 
 def _clock(view: ContainerView) -> Iterator[Finding]:
+    """Check the clock, and the bus certificate, whose validity depends on it."""
+    # With lxcfs, /proc/uptime shows the uptime of the container instead of the machine's.
     drift = float(Path("/proc/uptime").read_text().split()[0]) - clock.boot_time()
     is_synchronized = privilege_probes.is_clock_synchronized()
-    if (year := time.gmtime().tm_year) < 2024:
+    if (year := time.gmtime().tm_year) < 2024:  # before this program was written
         yield view.judged("clock", f"it shows the year {year}", "wrong year")
-    elif abs(drift) > 5:
+    elif abs(drift) > 5:  # without lxcfs, the two differ only by the time between the two calls
         yield view.judged(
             "clock", f"/proc/uptime shows the uptime of the container ({drift:+.0f} s, lxcfs)", "other uptime"
         )
@@ -437,12 +464,13 @@ def _certificate(view: ContainerView, mbus: Mbus) -> Finding:
 
 
 def _ports(view: ContainerView) -> Iterator[Finding]:
+    """Check the port for metrics and probes, and whether jobs can listen on ports below 1024."""
     host, colon, port = view.config.shim.http.rpartition(":")
     if colon and port.isdigit():
         address, number = host.strip("[]"), int(port)
         topic, what = f"port {number}", "metrics and probes"
         is_answered = bool(view.status) and not _failure(_connect, address, number)
-        if is_answered and network.listeners(number) <= {os.geteuid()}:
+        if is_answered and network.listeners(number) <= {os.geteuid()}:  # no other user listens on the port
             yield view.judged(topic, f"{what}: the agent listens")
         elif not (error := error_of(privilege_probes.listen, address, number)):
             yield view.judged(topic, f"{what}: free")
@@ -456,6 +484,8 @@ def _ports(view: ContainerView) -> Iterator[Finding]:
 
 
 def _connect(host: str, port: int) -> None:
+    """Connect to a server that listens on ``host``. Raises ``OSError``."""
+    # If the server listens on all addresses, connect to the loopback address.
     address = "127.0.0.1" if host in ("", "0.0.0.0") else "::1" if host == "::" else host  # noqa: S104 - no bind
     socket.create_connection((address, port), ANSWER_TIMEOUT_S).close()
 
@@ -470,8 +500,9 @@ def _failure(call: Callable[..., object], *arguments: Any) -> str:
 
 
 def _names(view: ContainerView) -> Iterator[Finding]:
+    """Check that localhost and the container's own host name can be resolved."""
     names = ("localhost", socket.gethostname())
-    yield view.judged("names", _unknown(names), "own names unknown", good=f"{' and '.join(names)} resolved")
+    yield view.judged("names", _unknown(names), limit="own names unknown", good=f"{' and '.join(names)} resolved")
 
 
 def _unknown(names: Iterable[str]) -> str:
@@ -481,6 +512,7 @@ def _unknown(names: Iterable[str]) -> str:
 
 
 def _name_servers(view: ContainerView) -> Iterator[Finding]:
+    """Check that there are name servers, and that the host names in the bus addresses can be resolved."""
     servers = re.findall(r"^[ \t]*nameserver[ \t]+(\S+)", RESOLV_CONF.read_text(errors="replace"), re.MULTILINE)
     hosts = [address.hostname or "" for address in _bus_addresses(view)]
     names = [host for host in hosts if not network.family_of(host)]
@@ -490,11 +522,13 @@ def _name_servers(view: ContainerView) -> Iterator[Finding]:
     elif failed := _unknown(names):
         yield view.judged("DNS", failed, "bus name unknown")
     else:
+        # bosh-dns adds itself to resolv.conf, so the file must be writable.
         is_fixed = view.is_root and error_of(privilege_probes.open_for_writing, RESOLV_CONF)
         yield view.judged("DNS", found, "fixed name servers" if is_fixed else "")
 
 
 def _addresses(view: ContainerView) -> Iterator[Finding]:
+    """Check that interfaces have the addresses in the settings and the spec, and that there is a default route."""
     expected = address_watch.expected(view.settings, _applied(view.paths)) if view.settings else {}
     missing = [f"no interface has {ip} ({where})" for ip, where in expected.items() if not network.has_address(ip)]
     own = network.default_address() or network.default_address(ipv6=True)
@@ -503,7 +537,7 @@ def _addresses(view: ContainerView) -> Iterator[Finding]:
 
 
 def _applied(paths: Paths) -> Mapping[str, Any]:
-    """Return the networks in the applied spec."""
+    """Return the networks in the applied spec, or an empty mapping before the first ``apply``."""
     try:
         networks = wire.decode(files.read(paths.spec, is_own=True), dict[str, Any]).get("networks")
     except (OSError, ValueError):
@@ -512,7 +546,7 @@ def _applied(paths: Paths) -> Mapping[str, Any]:
 
 
 def _bus(view: ContainerView) -> Iterator[Finding]:
-    """Check that at least one bus address can be reached, and that firewall rules block jobs from the bus."""
+    """Check that at least one bus address can be reached, and that firewall rules keep jobs from reaching the bus."""
     errors = {
         f"{address.hostname}:{address.port or NATS_PORT}": _bus_error(view, address) for address in _bus_addresses(view)
     }
@@ -526,7 +560,7 @@ def _bus(view: ContainerView) -> Iterator[Finding]:
 
 
 def _bus_addresses(view: ContainerView) -> list[SplitResult]:
-    """Return the bus addresses in the settings."""
+    """Return the NATS addresses in the settings. There are none after ``create-env``."""
     addresses = [bus_address(url) for url in view.settings.mbus.urls] if view.settings else []
     return [address for address in addresses if address.scheme == "nats" and address.hostname]
 
@@ -537,14 +571,15 @@ def _bus_error(view: ContainerView, address: SplitResult) -> str:
 
     The handshake is completed, because otherwise the server would log an error.
     """
-    if held := view.status.get("bus"):
-        return "" if held["connected"] else str(held["error"]) or "not connected yet"
+    if reported := view.status.get("bus"):
+        return "" if reported["connected"] else str(reported["error"]) or "not connected yet"
     assert view.settings is not None, "the address comes from the settings"
     try:
-        with socket.create_connection((address.hostname or "", address.port or NATS_PORT), ANSWER_TIMEOUT_S) as one:
+        server = (address.hostname or "", address.port or NATS_PORT)
+        with socket.create_connection(server, ANSWER_TIMEOUT_S) as connection:
             context = tls.client_context(view.settings.mbus)
-            _read_line(one)
-            secured = context.wrap_socket(one, server_hostname=address.hostname)
+            _read_greeting(connection)
+            secured = context.wrap_socket(connection, server_hostname=address.hostname)
             with secured, contextlib.suppress(OSError):
                 secured.unwrap()
     except (ShimError, OSError) as exc:
@@ -552,17 +587,17 @@ def _bus_error(view: ContainerView, address: SplitResult) -> str:
     return ""
 
 
-def _read_line(one: socket.socket) -> None:
-    """Read the server's greeting byte by byte, because TLS starts directly after it."""
+def _read_greeting(connection: socket.socket) -> None:
+    """Read the server's greeting, which is one line. Read it byte by byte, because TLS starts directly after it."""
     for _ in range(MAX_GREETING_BYTES):
-        if one.recv(1) in (b"", b"\n"):
+        if connection.recv(1) in (b"", b"\n"):
             return
 
 
 def _firewall_obstacle(view: ContainerView) -> str:
-    """Return why firewall rules cannot keep jobs from the bus, or "" if they can, at least while an agent runs."""
-    if held := view.status.get("firewall"):
-        return str(held["why"])
+    """Return why the agent cannot use firewall rules to block the jobs' access to the bus, or "" if it can."""
+    if reported := view.status.get("firewall"):
+        return str(reported["why"])
     if not view.is_root:
         return "only root may filter packets"
     try:

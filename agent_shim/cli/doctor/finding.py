@@ -1,4 +1,4 @@
-"""The doctor's findings, and the report that contains them."""
+"""Defines the doctor's findings and the report that contains them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ ON_HOST: Final = "the host of Garden: the warden CPI has no cloud property but p
 
 
 class Consequence(NamedTuple):
-    """The consequence of a limit, and the change for each creator. If ``cpi`` or ``engine`` is "", the change is the
-    same as for a pod. If ``lxd`` is "", it is the same as for a CPI.
+    """The consequence of a limit, and the change for each kind of container (``Runtime``). If ``cpi`` or ``engine`` is
+    "", the change is the same as for a pod. If ``lxd`` is "", it is the same as for a CPI.
 
     ``patch`` is the change as a part of a pod's ``spec``, in which ``container`` is a placeholder for the agent's
     container. Strings in the patch may contain placeholders such as ``{name}``.
@@ -46,6 +46,9 @@ class Consequence(NamedTuple):
     patch: Mapping[str, Any] = NO_PATCH
 
     def change(self, runtime: Runtime) -> str:
+        """Return the change for a kind of container. The warden CPI has no suitable ``cloud_properties``, so its
+        change is made on the host.
+        """
         cpi = self.cpi or self.pod
         warden = ON_HOST if cpi.startswith(CLOUD_PROPERTIES) else cpi
         engine, lxd = self.engine or self.pod, self.lxd or cpi
@@ -76,7 +79,7 @@ class Finding(NamedTuple):
 
 
 class Report(NamedTuple):
-    """All findings, and the container's tier."""
+    """All findings. ``tier`` describes how privileged the container is."""
 
     tier: str
     findings: Sequence[Finding]
@@ -87,12 +90,12 @@ class Report(NamedTuple):
 
 
 def table(report: Report, paint: Paint = plain, columns: int = 0) -> str:
-    """Format the report for a terminal that has this many columns. Each finding is followed by its consequence and the
-    suggested change.
+    """Format the report for a terminal that is ``columns`` wide (0 for a pipe). Each finding is followed by its
+    consequence and the suggested change.
     """
-    lines = [f"This container is {report.tier}.", ""]
+    lines = [f"This container is {report.tier}.", ""]  # for example "privileged"
     width = max(len(finding.topic) for finding in report.findings)
-    margin = " " * (9 + width + 2)
+    margin = " " * (9 + width + 2)  # as wide as the verdict, the topic and the spaces after them
     room = (columns or WIDTH) - len(margin)
     for finding in report.findings:
         word = paint(f"{SHOWN[finding.verdict]:<8}", finding.verdict)
@@ -101,6 +104,7 @@ def table(report: Report, paint: Paint = plain, columns: int = 0) -> str:
         for label, text in (("so:", finding.follows), ("change:", finding.change)):
             wrapped = _wrapped(text, room - 8)
             heads = [paint(f"{label:<7}", "faint"), *[" " * 7] * (len(wrapped) - 1)]
+            # An empty string has no lines, so ``heads`` may be longer than ``wrapped``.
             lines += [f"{margin}{head} {line}" for head, line in zip(heads, wrapped, strict=False)]
     counts = [sum(finding.verdict == verdict for finding in report.findings) for verdict in SHOWN]
     lines += ["", f"{counts[0]} ok, {counts[1]} limited, {counts[2]} wrong"]

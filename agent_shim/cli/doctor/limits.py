@@ -1,9 +1,9 @@
 """Lists the limits that containers may have, each with its consequence and the change that removes it.
 
 A change has up to four forms: for a pod, for a CPI outside of Kubernetes, for docker and podman, and for the LXD CPI.
-The form for a CPI names the Docker CPI's ``cloud_properties`` (keys of Docker's HostConfig). Texts may contain
-placeholders such as ``{name}``. If a change to the pod's manifest is sufficient and gives the pod no more power than
-the agent needs, the change is also available as a patch.
+The form for a CPI names the Docker CPI's ``cloud_properties`` (keys of Docker's HostConfig). Consequences and changes
+may contain placeholders such as ``{name}``. If a change to the pod's manifest is sufficient and gives the pod no more
+power than the agent needs, the change is also available as a patch.
 """
 
 from __future__ import annotations
@@ -235,7 +235,9 @@ bus not reached = wrong: the Director cannot reach this instance
 
 
 def capabilities(*names: str, follows: str, more: str = "", verdict: str = LIMITED) -> Consequence:
-    """Return the consequence for a container that lacks these capabilities. No patch adds a ``STRONG`` one."""
+    """Return the consequence for a container that lacks the capabilities ``names``. ``more`` is appended to each
+    change. If one of the capabilities is ``STRONG``, there is no patch.
+    """
     options = " ".join(f"--cap-add={name}" for name in names)
     pod = f"securityContext.capabilities.add: [{', '.join(names)}]{more}"
     lxd = f'{CLOUD_PROPERTIES}: config: {{security.privileged: "true"}}, and no lxc.cap.drop in raw.lxc{more}'
@@ -247,8 +249,8 @@ def capabilities(*names: str, follows: str, more: str = "", verdict: str = LIMIT
 
 
 def _volume(kind: Mapping[str, str], path: str = "{path}", name: str = "{name}") -> Mapping[str, Any]:
-    """Return the patch that mounts an emptyDir. The volume's name has a prefix, so that it differs from the names of
-    the pod's own volumes.
+    """Return the patch that mounts an emptyDir. ``kind`` contains the emptyDir's fields, and ``path`` and ``name`` may
+    be placeholders. The volume's name has a prefix, so that it differs from the names of the pod's own volumes.
     """
     mount = {"mountPath": path, "name": f"agent-shim-{name}"}
     return {"container": {"volumeMounts": [mount]}, "volumes": [{"name": mount["name"], "emptyDir": kind}]}
@@ -266,7 +268,7 @@ PATCHES: Final[Mapping[str, Mapping[str, Any]]] = {
 
 def _rows(table: str) -> Iterator[tuple[str, Consequence]]:
     """Yield the name and content of each row. A row reads ``NAME = VERDICT: CONSEQUENCE``, followed by one line with
-    the change for each creator of containers.
+    the change for each kind of container.
     """
     for row in re.split(r"\n(?=\S)", table.strip()):
         head, *changes = (" ".join(part.split()) for part in re.split(r"\n  (?=\w+: )", row))

@@ -25,10 +25,10 @@ Target = Literal["template", "pod"]
 _WIDTH: Final = 100
 
 
-def patch(report: Report, container: str, held: Collection[str], target: Target) -> str:
-    """Return the patch as YAML with comments, or ``{}`` if there is no change.
+def patch(report: Report, container: str, present: Collection[str], target: Target) -> str:
+    """Return the patch as YAML with comments. If there is no change, the YAML is ``{}``.
 
-    ``held`` are the capabilities that the container has. They are needed because a patch replaces both lists of
+    ``present`` are the capabilities that the container has. They are needed because a patch replaces both lists of
     capabilities (``add`` and ``drop``) and must therefore contain the complete lists.
     """
     spec: Mapping[str, Any] = {}
@@ -36,7 +36,7 @@ def patch(report: Report, container: str, held: Collection[str], target: Target)
         spec = _merged(spec, finding.patch)
     own = spec.get("container", {})
     if "capabilities" in own.get("securityContext", {}):
-        kept = sorted(name for name in held if not name.isdigit())
+        kept = sorted(name for name in present if not name.isdigit())  # a number is a capability without a known name
         own = _merged(own, {"securityContext": {"capabilities": {"add": kept, "drop": ["ALL"]}}})
     changes: dict[str, Any] = {"containers": [{"name": container, **own}]} if own else {}
     changes |= {name: value for name, value in spec.items() if name != "container"}
@@ -46,15 +46,16 @@ def patch(report: Report, container: str, held: Collection[str], target: Target)
 
 
 def _comments(report: Report, target: Target, *, is_empty: bool) -> Iterator[str]:
+    """Yield the comment lines above the patch. They list the changes that the patch does not contain."""
     if is_empty:
         yield "# agent-shim doctor: nothing to change."
     else:
         subject = "StatefulSet, Deployment or DaemonSet" if target == "template" else "pod"
         yield f"# agent-shim doctor: changes to the {subject} of this container."
-    own = [finding for finding in report.findings if finding.change and not finding.patch]
-    if own:
+    without_patch = [finding for finding in report.findings if finding.change and not finding.patch]
+    if without_patch:
         yield "# Not included are these changes, which depend on the jobs, need a value or affect the node:"
-    for finding in own:
+    for finding in without_patch:
         text = safetext.line(f"{finding.topic}: {finding.change}")
         yield from textwrap.wrap(text, _WIDTH, initial_indent="# - ", subsequent_indent="#   ", break_long_words=False)
 
@@ -64,5 +65,5 @@ def _merged(one: Any, other: Any) -> Any:
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return {name: _merged(one.get(name), other.get(name)) for name in {**one, **other}}
     if isinstance(one, list) and isinstance(other, list):
-        return [*one, *(each for each in other if each not in one)]
+        return [*one, *(item for item in other if item not in one)]
     return one if other is None else other
