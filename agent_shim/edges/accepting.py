@@ -21,12 +21,13 @@ WAITING: Final = 128
 
 
 async def listen(protocol: Callable[[], asyncio.BaseProtocol], host: str | None, port: int) -> asyncio.Server:
-    """Listen on ``host`` (None for all addresses) and ``port`` with the given protocol. Raises ``OSError``."""
-    # asyncio uses ``backlog`` for both limits, so set the length of the kernel's queue separately.
+    """Listen on ``host`` (None for all addresses) and ``port``. Raises ``OSError``."""
+    # asyncio uses ``backlog`` for both limits (``PER_TURN`` and ``WAITING``), so set the kernel's queue separately.
+    # This needs a duplicated socket, because the objects that asyncio returns have no ``listen``.
     server = await asyncio.get_running_loop().create_server(protocol, host, port, backlog=PER_TURN)
     for listener in server.sockets:
-        with socket.socket(fileno=os.dup(listener.fileno())) as same:
-            same.listen(WAITING)
+        with socket.socket(fileno=os.dup(listener.fileno())) as duplicate:
+            duplicate.listen(WAITING)
     return server
 
 
@@ -39,9 +40,9 @@ def address_of(caller: socket.socket | None) -> str:
 
 
 def connection_to_close(callers: Iterable[tuple[T, str]]) -> T | None:
-    """Return the connection to close if there are too many, or None if ``callers`` is empty.
+    """Return the connection to close if there are too many: the oldest one from the address with the most connections.
 
-    This is the oldest connection from the address with the most connections. ``callers`` are in order of arrival.
+    ``callers`` lists connections and their addresses in order of arrival. If it is empty, return None.
     """
     arrived = list(callers)
     (busiest, _), *_ = Counter(address for _, address in arrived).most_common(1) or [("", 0)]

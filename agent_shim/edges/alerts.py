@@ -82,7 +82,8 @@ class Alerts:
     """Sends alerts, and queues them while the bus is disconnected. ``run`` is the root task.
 
     ``publish`` sends a message to a subject, and raises ``BusError`` while that is not possible. ``encode`` returns the
-    message for an event, or None to send nothing.
+    message for an event, or None to send nothing. Its parameters are those of ``alert_of``. Identical alerts within
+    ``quiet`` seconds are sent only once. The daemon that replaces monit passes functions that send emails instead.
     """
 
     def __init__(
@@ -105,7 +106,9 @@ class Alerts:
         self.waiting: deque[bytes] = deque()
         """Messages that have not been sent yet, oldest first."""
         self._raised_at: dict[tuple[str, str, str], float] = {}
+        """When alerts were raised during the last ``quiet`` seconds, by service, event and action."""
         self._wake = asyncio.Event()
+        """Set to make ``run`` send the queued alerts."""
 
     def raise_alert(self, service: str, event: str, action: str, description: str, ips: Iterable[str]) -> None:
         """Queue an alert, unless it is a recovery or a repetition."""
@@ -122,7 +125,9 @@ class Alerts:
         self._wake.set()
 
     def flush(self) -> None:
-        """Send the queued alerts now. This is called after a reconnection."""
+        """Make ``run`` try again to send the queued alerts. Called after a reconnection and, for emails, in each monit
+        cycle.
+        """
         self._wake.set()
 
     async def run(self) -> NoReturn:
@@ -136,16 +141,20 @@ class Alerts:
                 logger.info("%d alerts queued: %s", len(self.waiting), exc)
 
     async def _send_waiting(self) -> None:
+        """Send the queued alerts, oldest first. An alert that cannot be sent stays queued. Raises ``BusError``."""
         while self.waiting:
             message = self.waiting[0]
             await self._publish(self._subject, message)
             self.sent += 1
-            if self.waiting and self.waiting[0] is message:  # it may have been dropped while it was being sent
+            if self.waiting and self.waiting[0] is message:  # the message may have been dropped while it was being sent
                 self.waiting.popleft()
 
     def _is_repeated(self, kind: tuple[str, str, str]) -> bool:
+        """Return True if an alert with the same service, event and action was raised less than ``quiet`` seconds ago.
+        Otherwise, remember this one.
+        """
         now = time.monotonic()
-        if now - self._raised_at.get(kind, -self._quiet) < self._quiet:
+        if now - self._raised_at.get(kind, float("-inf")) < self._quiet:
             return True
         self._raised_at = {other: at for other, at in self._raised_at.items() if now - at < self._quiet}
         self._raised_at[kind] = now

@@ -1,4 +1,4 @@
-"""The client side of the control socket, which commands use. It imports few modules, so that commands start quickly."""
+"""The commands' client for the control socket. It imports few modules, so that commands start quickly."""
 
 from __future__ import annotations
 

@@ -38,6 +38,8 @@ class Peer(NamedTuple):
 
 
 Answer = Callable[[dict[str, Any], bytes, Peer], Awaitable[bytes]]
+"""A function that returns the reply as JSON. Its arguments are the request, the line that contained it, and the client.
+"""
 
 
 @contextlib.asynccontextmanager
@@ -48,12 +50,12 @@ async def listening(path: Path, answer: Answer) -> AsyncIterator[None]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        peers.add(task)
+        peers.add(task)  # so that it is cancelled at the end of the block
         task.add_done_callback(peers.discard)
         await _serve(reader, writer, answer)
 
     _remove(path)
-    before = os.umask(0o177)
+    before = os.umask(0o177)  # so that the socket is created with mode 0600
     try:
         server = await asyncio.start_unix_server(serve, path=path, limit=MAX_REQUEST_BYTES)
     except OSError as exc:
@@ -75,6 +77,7 @@ def _remove(path: Path) -> None:
 
 
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answer) -> None:
+    """Read a request, write the reply, and close the connection. Only root and the agent's user get a reply."""
     try:
         credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
         peer = Peer(*PEER.unpack(credentials))

@@ -1,4 +1,4 @@
-"""Sends heartbeats to the Health Monitor, every 30 s and whenever the bus has been connected.
+"""Sends heartbeats to the Health Monitor, every 30 s and whenever the agent has connected to the bus.
 
 The message has the same format as the Go agent's (``agent/heartbeat.go``). The Health Monitor considers an agent dead
 after 60 s without a heartbeat, so a heartbeat waits only briefly for the vitals to be measured and otherwise contains
@@ -63,11 +63,14 @@ class Heartbeat(Generic[V]):
         self._period = period
         self._collect_s = collect_s
         self._now = asyncio.Event()
+        """Set to make ``run`` send an extra heartbeat."""
         self._vitals: V | None = None
         self._measuring: asyncio.Task[V] | None = None
 
     def beat_now(self) -> None:
-        """Send an extra heartbeat after a reconnection or a change, without shifting the regular ones."""
+        """Make ``run`` send an extra heartbeat, without shifting the regular ones. Called whenever the agent has
+        connected to the bus.
+        """
         self._now.set()
 
     async def run(self) -> NoReturn:
@@ -76,6 +79,7 @@ class Heartbeat(Generic[V]):
         try:
             while True:
                 if not await is_set_within(due - time.monotonic(), self._now):
+                    # Skip heartbeats that are overdue, for example because the process was suspended.
                     due += self._period * ((time.monotonic() - due) // self._period + 1)
                 self._now.clear()
                 await asyncio.wait({self._measure()}, timeout=self._collect_s)
@@ -96,6 +100,7 @@ class Heartbeat(Generic[V]):
         return self._measuring
 
     def _measured(self, measuring: asyncio.Task[V]) -> None:
+        """Store the vitals that a task has measured."""
         if measuring.cancelled():
             return
         if (exc := measuring.exception()) is None:

@@ -25,14 +25,14 @@ from agent_shim.edges import accepting
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES: Final = 8192
-"""Maximum size of a request including its first line, headers and body. Larger requests are refused."""
+"""Maximum size of a request including its first line, headers and body. Larger requests are rejected."""
 MAX_RECEIVED_BYTES: Final = 8 * MAX_REQUEST_BYTES
 """Maximum number of bytes received on a connection. Data after a request is dropped unread, and if a client sends more
 than this, the connection is closed.
 """
 MAX_CONNECTIONS: Final = 64
-"""Maximum number of connections. To make room for another one, the oldest from the address with the most connections is
-closed, because idle clients must not delay the kubelet's probe.
+"""Maximum number of connections. To make room for a new connection, the oldest one from the address with the most
+connections is closed, because idle clients must not delay the kubelet's probe.
 """
 REQUEST_TIMEOUT_S: Final = 5.0
 """Seconds within which a client must send a complete request."""
@@ -76,7 +76,7 @@ Answer: TypeAlias = Callable[[HttpRequest], HttpResponse | Awaitable[HttpRespons
 """A function that answers a request, directly or with an awaitable."""
 
 _BAD: Final = HttpResponse(400, b"not an HTTP/1.1 request\n")
-_TOO_LONG: Final = HttpResponse(431, b"a request has at most 8192 bytes\n")
+_TOO_LONG: Final = HttpResponse(431, b"a request may be at most 8192 bytes long\n")
 
 
 class _Head:
@@ -93,7 +93,9 @@ class _Head:
         self.headers: dict[str, str] = {}
         self.body = bytearray()
         self.has_head = False
+        """True once all headers have been read."""
         self.is_whole = False
+        """True once the body has been read, too."""
 
     def on_url(self, piece: bytes) -> None:
         if not self.has_head:
@@ -122,6 +124,9 @@ class _Head:
 class _HttpConnection(asyncio.Protocol):
     """A connection with one request and one response. If the connection stalls, a timer closes it. A task is created
     only if the response is awaitable.
+
+    ``connections`` contains all connections of the server and their source addresses, in order of arrival. Each
+    connection adds and removes itself.
     """
 
     def __init__(self, answer: Answer, methods: Sequence[str], connections: dict[_HttpConnection, str]) -> None:
@@ -131,17 +136,20 @@ class _HttpConnection(asyncio.Protocol):
         self._request = _Head()
         self._request.parser = self._parser = httptools.HttpRequestParser(self._request)
         self._received = 0
-        self._is_taken = False
+        """Number of bytes received so far."""
+        self._is_handled = False
+        """True once a response is being produced or has been sent. Data after that is ignored."""
         self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Register the connection, closing another one if there are too many, and start the request timer."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         if len(self._connections) >= MAX_CONNECTIONS:
-            loser = accepting.connection_to_close(self._connections.items())
-            assert loser is not None
-            del self._connections[loser]
-            loser.transport.abort()
+            to_close = accepting.connection_to_close(self._connections.items())
+            assert to_close is not None
+            del self._connections[to_close]
+            to_close.transport.abort()
         self._connections[self] = accepting.address_of(transport.get_extra_info("socket"))
         self._timer = asyncio.get_running_loop().call_later(REQUEST_TIMEOUT_S, transport.abort)
 
@@ -150,11 +158,12 @@ class _HttpConnection(asyncio.Protocol):
         self._connections.pop(self, None)
 
     def data_received(self, data: bytes) -> None:
+        """Read the request. Only its first ``MAX_REQUEST_BYTES`` are parsed."""
         room = MAX_REQUEST_BYTES - self._received
         self._received += len(data)
         if self._received > MAX_RECEIVED_BYTES:
             self.transport.abort()
-        elif not self._is_taken and (refusal := self._read(data[:room], is_over=len(data) > room)):
+        elif not self._is_handled and (refusal := self._read(data[:room], is_over=len(data) > room)):
             self._send(refusal)
 
     def _read(self, data: bytes, *, is_over: bool) -> HttpResponse | None:
@@ -187,29 +196,32 @@ class _HttpConnection(asyncio.Protocol):
         if request.method not in self._methods:
             allowed = ", ".join(self._methods)
             return HttpResponse(405, f"only {' and '.join(self._methods)}\n".encode(), headers={"Allow": allowed})
-        # The parser ensures that the value consists of digits, but it may have leading zeros and thousands of digits.
+        # The parser ensures that the value consists of digits, but it may have leading zeros and thousands of digits. A
+        # body of exactly ``MAX_REQUEST_BYTES`` is too long, because the head counts, too.
         length = request.headers.get("content-length", "").lstrip("0")
         if len(length) > len(str(MAX_REQUEST_BYTES)) or int(length or 0) >= MAX_REQUEST_BYTES:
             return _TOO_LONG
         return None
 
     def _respond(self, request: HttpRequest) -> None:
-        found = self._answer(request)
-        if isinstance(found, HttpResponse):
-            self._send(found)
+        """Send the response to a request, or start a task that does so if the response is not available yet."""
+        answer = self._answer(request)
+        if isinstance(answer, HttpResponse):
+            self._send(answer)
             return
-        self._is_taken = True
-        # The timer closes the connection if a bug makes producing the response hang or fail.
+        self._is_handled = True
+        # If a bug keeps the response from being produced, the timer closes the connection.
         self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self.transport.abort)
 
-        async def send(later: Awaitable[HttpResponse]) -> None:
-            self._send(await later)
+        async def send(response: Awaitable[HttpResponse]) -> None:
+            self._send(await response)
 
-        self._task = asyncio.create_task(send(found), name="http answer")
+        self._task = asyncio.create_task(send(answer), name="http answer")
 
     def _send(self, response: HttpResponse) -> None:
-        self._is_taken = True
+        """Send the response and stop sending. The client has to close the connection before the timer expires."""
+        self._is_handled = True
         self._timer.cancel()
         if self.transport.is_closing():
             return
@@ -224,12 +236,14 @@ class _HttpConnection(asyncio.Protocol):
 
 
 def connection(answer: Answer, methods: Sequence[str]) -> asyncio.Protocol:
-    """Create the protocol object for a single connection that is not counted against the limit."""
+    """Create the protocol object for a single connection that is not counted against the limit. Only fuzzing uses it,
+    to feed data without a socket.
+    """
     return _HttpConnection(answer, methods, {})
 
 
 def parse_address(text: str) -> tuple[str, int] | None:
-    """Parse ``ADDR:PORT`` or ``[ADDR]:PORT`` into host and port. Return None for ``off``."""
+    """Parse ``ADDR:PORT`` or ``[ADDR]:PORT`` into host and port. Return None for ``off``. Raises ``ConfigError``."""
     if text == "off":
         return None
     match = re.search(settings.LISTENER, text)
@@ -243,7 +257,7 @@ async def listening(
     address: str, answer: Answer, purpose: str, methods: Sequence[str] = ("GET", "HEAD")
 ) -> AsyncIterator[tuple[str, int] | None]:
     """Serve on ``address`` for the duration of the block. Yields the bound address, or None if ``address`` is ``off``
-    or cannot be bound.
+    or cannot be bound. The logged error names ``purpose``.
     """
     connections: dict[_HttpConnection, str] = {}
     async with serving(address, lambda: _HttpConnection(answer, methods, connections), purpose) as where:
@@ -259,12 +273,14 @@ async def serving(
     address: str, protocol: Callable[[], asyncio.BaseProtocol], purpose: str
 ) -> AsyncIterator[tuple[str, int] | None]:
     """Listen with a protocol for the duration of the block. Yields the bound address, or None if ``address`` is ``off``
-    or cannot be bound. Such a failure is only logged, because the jobs can run without the server.
+    or cannot be bound. Such a failure is only logged, because the jobs can run without the server. Raises
+    ``ConfigError`` for an invalid ``address``.
     """
     where = parse_address(address)
     try:
         server = where and await accepting.listen(protocol, *where)
     except OSError as exc:
+        # A failed name lookup has a negative number, which is not an errno.
         why = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror
         logger.error("cannot listen on %s for %s: %s", address, purpose, why)
         server = None

@@ -31,12 +31,15 @@ the Go agent reads.
 def compose(
     control: Control, service: str, event: str, action: str, description: str, _ips: object, now: float
 ) -> bytes | None:
-    """Return the email for an event, or None if the control file names no recipient."""
+    """Return the email for an event, or None if the control file names no recipient. The parameters after ``control``
+    are those of ``alerts.alert_of``, because ``alerts.Alerts`` can call either function.
+    """
     if not control.recipients:
         return None
     host, date = socket.gethostname(), time.strftime("%a, %d %b %Y %H:%M:%S %z", time.localtime(now))
     values = {"HOST": host, "DATE": date, "SERVICE": service, "EVENT": event, "ACTION": action}
     form = DEFAULT_FORMAT | control.mail_format
+    # The description is inserted last, so that names such as $HOST in it are not replaced.
     for name, value in (values | {"DESCRIPTION": description}).items():
         form = {part: text.replace(f"${name}", safetext.line(value)) for part, text in form.items()}
     head = {
@@ -70,9 +73,11 @@ async def deliver(control: Control, mail: bytes) -> None:
 
 
 def _send(control: Control, host: str, port: int, mail: bytes) -> None:
+    """Send an email to one server. This function blocks. Raises ``OSError`` or ``ValueError``."""
     import smtplib
 
+    # The first line is the From header.
     sender = mail.partition(b"\r\n")[0].removeprefix(b"From: ").decode("latin-1")
     with smtplib.SMTP(host, port, socket.gethostname(), control.mail_timeout) as server:
-        server.helo()  # like monit, send HELO instead of EHLO, because some servers lack ESMTP
+        server.helo()  # like monit, send HELO instead of EHLO, because some servers do not support ESMTP
         server.sendmail(sender, control.recipients, mail)

@@ -46,7 +46,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 PLAIN: Final = "text/plain; version=0.0.4; charset=utf-8"
-"""Media type of the text format. The library has a constant for it only since version 0.23."""
+"""Media type of the text format. The library defines a constant for it only in version 0.23 and later."""
 
 # --- readings ---------------------------------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class Readings(msgspec.Struct, frozen=True):
     """Values of the labels in ``INSTANCE``. The mapping is empty before the first ``apply``."""
     is_ready: bool = False
     job_state: str = ""
-    """One of ``JOB_STATES``, or "" before the agent knows its settings."""
+    """One of ``JOB_STATES``, or "" before the agent has its settings."""
     jobs_blocked: bool = False
     """True if the jobs cannot be started or deployed."""
     processes: Sequence[ServiceInfo] = ()
@@ -116,9 +116,9 @@ OTHER: Final = "other"
 """Label value for an unknown method or outcome, so that callers cannot create new series."""
 
 
-class Taken(Collector):
-    """The samples of one scrape. The samples are rendered in a thread, because rendering takes 60 ms for 500 processes,
-    and any host that reaches the port may send requests.
+class ReadingsCollector(Collector):
+    """Creates the samples for a scrape from readings. It runs in a thread, because rendering takes 60 ms for 500
+    processes, and any host that reaches the port can send requests.
     """
 
     def __init__(self, readings: Readings) -> None:
@@ -178,8 +178,9 @@ class Metrics:
         """Render all metrics as OpenMetrics 1.0 if ``is_openmetrics``, otherwise as Prometheus text 0.0.4, and compress
         them with gzip if ``is_packed``. The page is at most ``PAGE_TTL_S`` old.
         """
-        async with self._rendering:
-            registry, pages, key = self.registry(), self._pages, (is_openmetrics, is_packed)
+        async with self._rendering:  # one rendering at a time, so that concurrent scrapes share a page
+            registry = self.registry()  # must come first, because it replaces outdated pages
+            pages, key = self._pages, (is_openmetrics, is_packed)
             if key not in pages:
                 pages[key] = await asyncio.to_thread(_page, registry, *key)
             return pages[key]
@@ -187,8 +188,9 @@ class Metrics:
     def registry(self) -> CollectorRegistry:
         """Return a registry of all metrics, with readings that are at most ``PAGE_TTL_S`` old."""
         registry = CollectorRegistry()
-        for each in (Taken(self.recent()), self._actions, self._durations, self._lag, self._of_process):
-            registry.register(each)
+        collectors = (ReadingsCollector(self.recent()), self._actions, self._durations, self._lag, self._of_process)
+        for collector in collectors:
+            registry.register(collector)
         return registry
 
     def recent(self) -> Readings:
@@ -200,8 +202,10 @@ class Metrics:
 
 
 def _page(registry: CollectorRegistry, is_openmetrics: bool, is_packed: bool) -> bytes:
+    """Render all metrics as in ``Metrics.render``. This function blocks."""
     generate: Callable[[CollectorRegistry], bytes] = openmetrics.generate_latest if is_openmetrics else generate_latest
     text = generate(registry)
+    # Adding 16 makes zlib write the gzip format.
     return zlib.compress(text, GZIP_LEVEL, 16 + zlib.MAX_WBITS) if is_packed else text
 
 
@@ -294,7 +298,7 @@ def _of_machine(figures: Figures) -> Iterator[Metric]:
         ((scope, mode), seconds)
         for scope, known in cpu
         for mode, seconds in (("user", known.user), ("system", known.system), ("wait", known.wait))
-        if known.total or mode != "wait"
+        if known.total or mode != "wait"  # the container's total and wait are unknown
     ]
     text = "Processor time; the `wait` mode is available only for the host."
     yield _counter("cpu_seconds", text, modes, "scope", "mode")
@@ -333,7 +337,7 @@ def _of_processes(readings: Readings) -> Iterator[Metric]:
         info.add_metric(label, {"bosh_job": safetext.label(service.job)})
     yield info
     up: Rows = [(label, service.pid != 0) for label, service in named]
-    yield _gauge("process_up", "1 while the process runs.", up, "process")
+    yield _gauge("process_up", "1 while the process is running.", up, "process")
     states = [((*label, state), service.process.state == state) for label, service in named for state in STATES]
     text = "1 for the state reported to the Director, 0 for the others."
     yield _gauge("process_state", text, states, "process", "state")
@@ -358,16 +362,19 @@ Rows = Iterable[tuple[tuple[str, ...], float | None]]
 
 
 def _one(value: float | None) -> Rows:
+    """Return the row of a metric without labels."""
     return [((), value)]
 
 
 def _by_label(values: Mapping[str, float]) -> Rows:
+    """Return the rows of a metric that has one label. ``values`` maps the label's values to the metric's values."""
     return [((label,), value) for label, value in values.items()]
 
 
 def _family(
     kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, rows: Rows, *labels: str
 ) -> Metric:
+    """Return a metric with a sample for each row whose value is not None."""
     family = kind(f"agent_shim_{name}", text, labels=labels)
     for label, value in rows:
         if value is not None:
@@ -422,6 +429,7 @@ def _takes_gzip(accepted: str) -> bool:
     for coding in accepted.lower().split(","):
         name, _, weight = coding.partition(";")
         if name.strip() == "gzip":
+            # A weight of 0 consists only of zeros and a dot.
             return weight.replace(" ", "").removeprefix("q=").strip("0.") != "" or not weight
     return False
 
@@ -463,13 +471,13 @@ th:first-child, td:first-child {{ padding-left: 0 }}
 
 
 def landing_page(readings: Readings, ready: tuple[bool, str]) -> str:
-    """Return the HTML page at ``/``. It contains no scripts and no text from jobs."""
+    """Return the HTML page at ``/``. It contains no scripts. ``ready`` is the result of ``Routes.ready``."""
     instance, (is_ready, why) = readings.instance, ready
     name = f"{instance['deployment']} / {instance['group']}/{instance['id']}" if instance else ""
     rows = [
-        f"<tr><td>{_text(one.process.name)}<td>{_text(one.job)}<td>{_text(one.state)}"
-        f'<td class="number">{one.process.mem_kb / 1024:.1f} MiB<td class="number">{one.restarts}'
-        for one in readings.processes
+        f"<tr><td>{_text(service.process.name)}<td>{_text(service.job)}<td>{_text(service.state)}"
+        f'<td class="number">{service.process.mem_kb / 1024:.1f} MiB<td class="number">{service.restarts}'
+        for service in readings.processes
     ]
     return _LANDING.format(
         title=_text(name) or "agent_shim",

@@ -1,11 +1,11 @@
-"""The HTTP interface of monit 5.2.5, for releases (http/cervlet.c, http/xml.c).
+"""Implements monit 5.2.5's HTTP interface for releases (http/cervlet.c, http/xml.c).
 
 The Go agent requests ``GET /_status2?format=xml``, and pxc's galera-agent ``GET /_status?format=xml``. Both send ``POST
 /SERVICE`` with ``action=start`` or another action, and galera-agent searches the returned page for ``start pending``.
 Callers need the password in ``/var/vcap/monit/monit.user``, which only root can read.
 
 This module also listens on the port on which the Go agent accepts monit's emails, because CPIs probe that port. It
-refuses all mail.
+rejects all mail.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ MODES: Final = {"active": 0, "passive": 1, "manual": 2}
 MONITOR: Final = {"stopped": 0, "unmonitored": 0, "stopping": 0, "starting": 2, "settling": 2}
 """The value of ``monitor`` in the document, by phase. It is 1 for all other phases."""
 PENDING: Final = {"starting": 6, "restarting": 2, "stopping": 3}
+"""The value of ``pendingaction``, by phase. It is 0 for all other phases."""
 MISSING: Final = 0x200
+"""Status bit of a process that does not exist."""
 FAILED: Final = 0x1000
+"""Status bit of a program that could not be started."""
 
 Ask: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 """A function that forwards a request to ``supervisor.monit_api`` and adds the agent's ``uptime_secs`` to the reply."""
@@ -54,7 +57,7 @@ Raises ``OSError``.
 
 
 class About(msgspec.Struct, frozen=True):
-    """Facts about the daemon that the status document contains. The defaults are those of a stemcell."""
+    """Facts about the daemon for the status document. The defaults are those of a stemcell."""
 
     control_file: str = "/var/vcap/bosh/etc/monitrc"
     poll: int = 10
@@ -69,9 +72,7 @@ class About(msgspec.Struct, frozen=True):
 
 
 def user_in(path: Path) -> Users:
-    """Return a function that reads the user from the file at ``path``, which the agent has written. It contains only
-    one user.
-    """
+    """Return a function that reads the user from the file at ``path``. The agent wrote the file, with a single user."""
     return lambda: {files.read(path, is_own=True).strip(): True}
 
 
@@ -84,7 +85,7 @@ class Api:
         self._about = about
 
     async def answer(self, request: HttpRequest) -> HttpResponse:
-        """Answer an authenticated status or action request."""
+        """Answer a status or action request, or reject it if the caller is not one of the users."""
         may_act = await asyncio.to_thread(self._rights, request.headers.get("authorization", ""))
         if may_act is None:
             refused = _refused(401, "You are not authorized to access monit")
@@ -100,7 +101,7 @@ class Api:
             return self._status(name, urllib.parse.parse_qs(query), shown)
         if name:
             return _page(shown, name, "")
-        return _table((each["name"], monit_text.words(each)) for each in shown.get("services", ()))
+        return _table((service["name"], monit_text.words(service)) for service in shown.get("services", ()))
 
     @functools.cached_property
     def _here(self) -> MachineFacts:
@@ -110,17 +111,20 @@ class Api:
         """Return True for a user who may change services, False for one who may only read, and None for anybody
         else.
         """
-        kind, _, coded = given.partition(" ")
+        kind, _, encoded = given.partition(" ")
         try:
             users = self._users()
             if users is None:
                 return True
-            said = base64.b64decode(coded) if kind.lower() == "basic" else b""
-            return next((may for user, may in users.items() if hmac.compare_digest(said, user) and b":" in user), None)
+            caller = base64.b64decode(encoded) if kind.lower() == "basic" else b""
+            # The check for a colon keeps an empty file from admitting callers without a password.
+            known = (may for user, may in users.items() if hmac.compare_digest(caller, user) and b":" in user)
+            return next(known, None)
         except (OSError, binascii.Error, ValueError):
             return None
 
     def _status(self, name: str, query: Mapping[str, list[str]], shown: Mapping[str, Any]) -> HttpResponse:
+        """Return the status as XML if the query asks for XML, otherwise as text."""
         if query.get("format") != ["xml"]:
             layout = monit_text.summary if query.get("level") == ["summary"] else monit_text.status
             return HttpResponse(200, layout(shown, monit_text.HostFacts.now()).encode(), "text/plain")
@@ -128,6 +132,9 @@ class Api:
         return HttpResponse(200, text.encode("latin-1", "xmlcharrefreplace"), XML)
 
     async def _run_action(self, name: str, body: bytes) -> HttpResponse:
+        """Run an action on the service ``name``, and return the service's page. ``body`` is the form that contains the
+        action.
+        """
         action = urllib.parse.parse_qs(body.decode("latin-1")).get("action", [""])[0]
         shown = await self._ask({"action": "show"})
         is_known = _named(shown, name) is not None
@@ -144,7 +151,9 @@ class Api:
 
 
 def _named(shown: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
-    return next((each for each in shown.get("services", ()) if each["name"].lower() == name.lower()), None)
+    """Return the service called ``name``, ignoring case as monit does, or None."""
+    services = shown.get("services", ())
+    return next((service for service in services if service["name"].lower() == name.lower()), None)
 
 
 def _refused(status: int, why: str) -> HttpResponse:
@@ -155,8 +164,8 @@ def _refused(status: int, why: str) -> HttpResponse:
 
 
 def _page(shown: Mapping[str, Any], name: str, pending: str) -> HttpResponse:
-    """Render a service's page. The requested action is shown as pending even if it is already done, because scripts
-    search for ``pending``.
+    """Render a service's page. ``pending`` is a status such as ``start pending``, or "". It is shown even if the action
+    is already done, because scripts search the page for it.
     """
     service = _named(shown, name)
     if service is None:
@@ -210,9 +219,11 @@ def document(shown: Mapping[str, Any], here: MachineFacts, *, version: int, daem
         "controlfile": daemon.control_file,
         "httpd": {"address": daemon.address, "port": daemon.port, "ssl": 0},
     }
-    bodies = [(each["name"], TYPES.get(each["kind"], 3), _service(each)) for each in services]
-    if not any(each["kind"] == "system" for each in services):
-        bodies.append((f"system_{here.name}", TYPES["system"], _state(0, 0, 1, 0, 0) | _load()))
+    default = TYPES["process"]
+    bodies = [(service["name"], TYPES.get(service["kind"], default), _service(service)) for service in services]
+    if not any(service["kind"] == "system" for service in services):
+        system = _state(status=0, hint=0, monitor=1, mode=0, pending=0) | _load()
+        bodies.append((f"system_{here.name}", TYPES["system"], system))
     head = '<?xml version="1.0" encoding="ISO-8859-1"?>'
     platform = _element("platform", here.platform)
     if version == 1:
@@ -225,8 +236,8 @@ def document(shown: Mapping[str, Any], here: MachineFacts, *, version: int, daem
     )
     attributes = " ".join(f'{name}="{_escaped(str(value))}"' for name, value in about.items())
     groups = "".join(
-        f'<servicegroup name="{_escaped(name)}">{"".join(_element("service", each) for each in members)}</servicegroup>'
-        for name, members in _groups(services).items()
+        f'<servicegroup name="{_escaped(group)}">{"".join(_element("service", name) for name in names)}</servicegroup>'
+        for group, names in _groups(services).items()
     )
     return (
         f"{head}<monit {attributes}>{_element('server', server)}{platform}<services>{elements}</services>"
@@ -239,7 +250,8 @@ def _service(service: Mapping[str, Any]) -> dict[str, Any]:
     phase, status = service["phase"], _bits(service)
     hint = sum(HINTS.get(fault, 0) for fault in service["faults"]) if phase == "running" else 0
     monitor = MONITOR["starting"] if service["state"] == "starting" else MONITOR.get(phase, 1)
-    members = _state(status, hint, monitor, MODES.get(service["mode"], 0), PENDING.get(phase, 0))
+    mode, pending = MODES.get(service["mode"], 0), PENDING.get(phase, 0)
+    members = _state(status=status, hint=hint, monitor=monitor, mode=mode, pending=pending)
     if status:
         members["status_message"] = _Data(service["reason"] or "process is not running")
     if service["kind"] == "process" and monitor == 1 and not status & MISSING and service["pid"]:
@@ -258,7 +270,7 @@ def _service(service: Mapping[str, Any]) -> dict[str, Any]:
         }
     if monitor == 1 and phase == "running":
         members |= _load() if service["kind"] == "system" else {}
-        members["responses"] = _Siblings(_response(each) for each in service["responses"])
+        members["responses"] = _Siblings(_response(response) for response in service["responses"])
     return members
 
 
@@ -287,18 +299,20 @@ def _bits(service: Mapping[str, Any]) -> int:
 
 
 def _load() -> dict[str, Any]:
+    """Return the XML fields that only the system has."""
     load = [f"{average:.2f}" for average in os.getloadavg()]
     return {"system": {"load": dict(zip(("avg01", "avg05", "avg15"), load, strict=True))}}
 
 
-def _state(status: int, hint: int, monitor: int, mode: int, pending: int) -> dict[str, Any]:
+def _state(*, status: int, hint: int, monitor: int, mode: int, pending: int) -> dict[str, Any]:
+    """Return the XML fields that every service has."""
     now = clock.wall_time()
     collected = {"collected_sec": int(now), "collected_usec": int(now % 1 * 1e6), "status": status, "status_hint": hint}
     return collected | {"monitor": monitor, "monitormode": mode, "pendingaction": pending}
 
 
 def _groups(services: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the service names in each group. As in monit, their order is the reverse of that in the monit files."""
+    """Return the service names in each group, in the reverse order of the monit files, as monit does."""
     found: dict[str, list[str]] = {}
     for service in services:
         for group in service["groups"]:
@@ -329,16 +343,18 @@ class _Siblings(tuple[tuple[str, Any], ...]):
 
 
 def _members(members: Mapping[str, Any]) -> str:
+    """Return the entries of ``members`` as XML elements."""
     return "".join(_element(name, value) for name, value in members.items())
 
 
 def _element(name: str, value: Any) -> str:
+    """Return an XML element. A mapping becomes child elements, and ``_Siblings`` become elements without a parent."""
     if isinstance(value, _Siblings):
         return "".join(_element(*part) for part in value)
     if isinstance(value, Mapping):
         content = _members(value)
     elif isinstance(value, _Data):
-        content = f"<![CDATA[{safetext.line(value).replace(']]>', ']] >')}]]>"
+        content = f"<![CDATA[{safetext.line(value).replace(']]>', ']] >')}]]>"  # "]]>" would end the section
     else:
         content = _escaped(str(value))
     return f"<{name}>{content}</{name}>"
@@ -350,14 +366,14 @@ def _element(name: str, value: Any) -> str:
 def listening(
     address: str, ask: Ask, users: Users, about: Callable[[], About] = About
 ) -> AbstractAsyncContextManager[tuple[str, int] | None]:
-    """Serve on ``address`` for the duration of the block. Yields the bound address, or None if ``address`` is ``off``
-    or cannot be bound.
+    """Serve on ``address`` for the duration of the block. ``about`` returns what the status document says about the
+    daemon. Yields the bound address, or None if ``address`` is ``off`` or cannot be bound.
     """
     return http_server.listening(address, Api(ask, users, about).answer, "clients of monit", ("GET", "HEAD", "POST"))
 
 
 class _NoMail(asyncio.Protocol):
-    """Refuses all mail and closes the connection."""
+    """Rejects all mail and closes the connection."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -366,7 +382,7 @@ class _NoMail(asyncio.Protocol):
 
 
 def refusing_mail(address: str) -> AbstractAsyncContextManager[tuple[str, int] | None]:
-    """Accept connections on ``address`` for the duration of the block, so that port probes succeed, but refuse all
+    """Accept connections on ``address`` for the duration of the block, so that port probes succeed, but reject all
     mail.
     """
     return http_server.serving(address, _NoMail, "probes of the mail port")

@@ -88,6 +88,7 @@ def _fields(values: Mapping[str, str]) -> list[str]:
 
 
 def _numbers(service: Mapping[str, Any]) -> dict[str, str]:
+    """Return the labels and values that monit shows only for a running process."""
     return {
         "pid": str(service["pid"]),
         "parent pid": str(service["parent"]),
@@ -103,6 +104,7 @@ def _numbers(service: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _response(response: Mapping[str, Any]) -> dict[str, str]:
+    """Return the label and value for the result of a connection test or an echo request."""
     seconds = f"{max(0.0, response['seconds']):.3f}s"
     match response["kind"]:
         case "ICMP":
@@ -140,7 +142,7 @@ def words(service: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: int) -> str:
-    """Format seconds as ``1d 2h 3m ``, starting with the first non-zero unit and with a space after each unit."""
+    """Format seconds as ``1d 2h 3m ``, ``2h 3m `` or ``3m ``, with a space at the end, as monit does."""
     days, hours, minutes = seconds // 86400, seconds // 3600 % 24, seconds // 60 % 60
     text = f"{minutes}m "
     if days or hours:

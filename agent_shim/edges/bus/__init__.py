@@ -23,7 +23,7 @@ class Bus(Protocol):
 
     @property
     def is_connected(self) -> bool:
-        """True if the agent can currently receive requests, as far as it knows."""
+        """True if the agent can currently receive requests, as far as it can tell."""
 
     async def run(self) -> NoReturn:
         """Serve as a root task until cancelled."""

@@ -56,9 +56,8 @@ class CallerLimits(msgspec.Struct, frozen=True):
     blob: int = 16 * 1024**3
     """Maximum size of a blob."""
     connections: int = 128
-    """Maximum number of connections. To make room for another one, an unauthenticated connection is closed, namely the
-    oldest one from the address with the most unauthenticated connections. If all connections are authenticated, the new
-    one is closed.
+    """Maximum number of connections. To make room for a new connection, the agent closes the oldest unauthenticated one
+    from the address that has the most of them. If all connections are authenticated, the new one is closed.
     """
     handshake: float = 10.0
     idle: float = 30.0
@@ -76,7 +75,7 @@ class CallerLimits(msgspec.Struct, frozen=True):
 class _Caller(NamedTuple):
     """A connection, with its TLS handshake task and its source address."""
 
-    greeting: asyncio.Task[None]
+    handshake: asyncio.Task[None]
     address: str
 
 
@@ -105,24 +104,26 @@ class HttpsBus:
         self._bounds = bounds or CallerLimits()
         self._web = web.Server(
             self._serve,
-            handler_cancellation=True,
+            handler_cancellation=True,  # do not wait for clients that have disconnected
             keepalive_timeout=self._bounds.idle,
-            auto_decompress=False,
+            auto_decompress=False,  # like Go, do not decompress bodies
             access_log=None,
             logger=logger,
         )
         self._server: asyncio.Server | None = None
         self._changing = asyncio.Lock()
+        """Held while the listening socket is opened or replaced, by ``run`` or by ``rotate``."""
         self._callers: dict[web.RequestHandler, _Caller] = {}
         """Connections in order of arrival."""
-        self._known: set[web.RequestHandler] = set()
-        """Authenticated connections."""
+        self._authenticated: set[web.RequestHandler] = set()
+        """Connections on which a request has contained the password. They are not closed to make room for others."""
         self._silent: dict[web.RequestHandler, asyncio.TimerHandle] = {}
         """Connections that have not sent a request yet, with the timers that close them. The timers are needed because
         aiohttp before 3.14.4 keeps such connections forever.
         """
         self._answering: set[asyncio.Task[tuple[str, bytes] | None]] = set()
         self._kept_bytes = 0
+        """Total size of the request bodies that are in memory now."""
 
     @property
     def is_connected(self) -> bool:
@@ -154,8 +155,8 @@ class HttpsBus:
                 await asyncio.sleep(self._bounds.retry)
         finally:
             self._stop_listening()
-            for each in self._callers.values():
-                each.greeting.cancel()
+            for caller in self._callers.values():
+                caller.handshake.cancel()
             for timer in self._silent.values():
                 timer.cancel()
             self._web.pre_shutdown()
@@ -174,13 +175,14 @@ class HttpsBus:
                 await self._listen()
             except BusError as exc:
                 self.mbus = before
-                if self._server is None:
+                if self._server is None:  # the old port is already closed, but the new one cannot be bound
                     await self._try_to_listen()
                 raise ActionError(f"cannot use the new bus credentials: {exc}") from exc
 
     # --- the port -----------------------------------------------------------------------------------------------------
 
     async def _try_to_listen(self) -> None:
+        """Start listening. If that fails, log the error, unless it is the same as the last one."""
         try:
             await self._listen()
         except BusError as exc:
@@ -207,6 +209,7 @@ class HttpsBus:
         self._on_connected()
 
     def _stop_listening(self) -> None:
+        """Close the listening socket, if there is one. Existing connections stay open."""
         if self._server is not None:
             self._server.close()
         self._server = None
@@ -215,28 +218,31 @@ class HttpsBus:
         """Start TLS with a caller. If there are already too many connections, first close an unauthenticated one, or
         close the new one if all are authenticated.
         """
+        # Forget closed connections, but keep those in the TLS handshake, which aiohttp does not list yet.
         connections = self._web.connections
-        self._known.intersection_update(connections)
+        self._authenticated.intersection_update(connections)
         callers = self._callers.items()
-        self._callers = {key: each for key, each in callers if not each.greeting.done() or key in connections}
+        self._callers = {key: known for key, known in callers if not known.handshake.done() or key in connections}
         if len(self._callers) >= self._bounds.connections:
-            strangers = ((key, each.address) for key, each in self._callers.items() if key not in self._known)
-            loser = accepting.connection_to_close(strangers)
-            if loser is None:
+            callers = self._callers.items()
+            unauthenticated = ((key, known.address) for key, known in callers if key not in self._authenticated)
+            to_close = accepting.connection_to_close(unauthenticated)
+            if to_close is None:
                 caller.close()
                 return
-            self._callers.pop(loser).greeting.cancel()
-            if loser.transport is not None:
-                loser.transport.abort()
+            self._callers.pop(to_close).handshake.cancel()
+            if to_close.transport is not None:
+                to_close.transport.abort()
         handler = self._web()
-        greeting = asyncio.create_task(self._greet(context, caller, handler), name="TLS handshake")
+        handshake = asyncio.create_task(self._do_handshake(context, caller, handler), name="TLS handshake")
         # If the task is cancelled before its first step, its own clean-up does not run, so close the socket here.
-        greeting.add_done_callback(lambda ended: caller.close() if ended.cancelled() else None)
-        self._callers[handler] = _Caller(greeting, accepting.address_of(caller))
-        timer = asyncio.get_running_loop().call_later(self._bounds.idle, self._close_silent, handler, greeting)
+        handshake.add_done_callback(lambda ended: caller.close() if ended.cancelled() else None)
+        self._callers[handler] = _Caller(handshake, accepting.address_of(caller))
+        timer = asyncio.get_running_loop().call_later(self._bounds.idle, self._close_silent, handler, handshake)
         self._silent[handler] = timer
 
-    async def _greet(self, context: ssl.SSLContext, caller: socket.socket, handler: web.RequestHandler) -> None:
+    async def _do_handshake(self, context: ssl.SSLContext, caller: socket.socket, handler: web.RequestHandler) -> None:
+        """Do the TLS handshake with a caller, then let ``handler`` read requests."""
         try:
             accept = partial(asyncio.get_running_loop().connect_accepted_socket, lambda: handler, caller, ssl=context)
             bounds = self._bounds
@@ -244,9 +250,10 @@ class HttpsBus:
         except OSError as exc:
             logger.debug("TLS handshake failed: %s", exc)
 
-    def _close_silent(self, handler: web.RequestHandler, greeting: asyncio.Task[None]) -> None:
+    def _close_silent(self, handler: web.RequestHandler, handshake: asyncio.Task[None]) -> None:
+        """Close a connection that has not sent a request in time."""
         del self._silent[handler]
-        greeting.cancel()
+        handshake.cancel()
         if handler.transport is not None:
             handler.transport.abort()
 
@@ -270,12 +277,13 @@ class HttpsBus:
             raise ConnectionResetError("the client does not read its answer") from None
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Return the response to a request, with the same statuses and bodies as the Go agent."""
         path = request.path
-        if path == "/blobs":
+        if path == "/blobs":  # Go's http.ServeMux redirects this path
             return web.Response(status=307, headers={"Location": "/blobs/"})
         if path != "/agent" and not path.startswith("/blobs/"):
             return web.Response(status=404, body=b"404 page not found\n", headers=TEXT)
-        if not self._is_known(request):
+        if not self._is_authorized(request):
             self.stats.denied += 1
             return web.Response(status=401, headers={"WWW-Authenticate": 'Basic realm=""'})
         match request.method, path == "/agent":
@@ -287,18 +295,21 @@ class HttpsBus:
                 return await self._send_blob(request, path.rpartition("/")[2])
         return web.Response(status=404)
 
-    def _is_known(self, request: web.BaseRequest) -> bool:
-        """Return True if the caller has the password. The comparison takes constant time, so its duration reveals
-        nothing about the password.
+    def _is_authorized(self, request: web.BaseRequest) -> bool:
+        """Return True if the request contains the password, and mark its connection as authenticated. The comparison
+        takes constant time, so its duration reveals nothing about the password.
         """
-        shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         expected = _credentials(self.mbus)
-        if not expected or not hmac.compare_digest(shown, expected):
+        if not expected or not hmac.compare_digest(given, expected):
             return False
-        self._known.add(request.protocol)
+        self._authenticated.add(request.protocol)
         return True
 
     async def _ask(self, request: web.BaseRequest) -> web.Response:
+        """Handle a request to ``/agent``. Answer with status 503 if the requests in progress already take up too much
+        memory.
+        """
         chunks, size = list[bytes](), 0
         try:
             async for chunk in self._body(request, self._bounds.request):
@@ -309,7 +320,7 @@ class HttpsBus:
                 chunks.append(chunk)
                 size += len(chunk)
             body = b"".join(chunks)
-            chunks.clear()
+            chunks.clear()  # free the memory, because the action may take a long time
             self.stats.received += 1
             self.stats.received_bytes += len(body)
             answering = asyncio.ensure_future(self._handle(body))
@@ -320,7 +331,7 @@ class HttpsBus:
                 self.stats.rejected += 1
                 return web.Response(status=500)
             self.stats.sent += 1
-            self.stats.sent_bytes += len(answer[1])
+            self.stats.sent_bytes += len(answer[1])  # answer[0] is the reply subject, which is used only on NATS
             return web.Response(body=answer[1], headers=TEXT)
         except _TooLargeError:
             return web.Response(status=413)
@@ -359,6 +370,7 @@ class HttpsBus:
         return size
 
     async def _send_blob(self, request: web.BaseRequest, blob_id: str) -> web.StreamResponse:
+        """Send a blob to the caller."""
         try:
             file = await asyncio.to_thread(_open, self._blobs / checked_blob_id(blob_id))
         except FileNotFoundError:
@@ -380,7 +392,8 @@ class HttpsBus:
                     async with asyncio.timeout(self._bounds.stall):
                         await response.write(chunk)
         finally:
-            transfers.add("download", "done" if sent == size else "failed", size if sent == size else 0)
+            is_complete = sent == size
+            transfers.add("download", "done" if is_complete else "failed", size if is_complete else 0)
         return response
 
     async def _body(self, request: web.BaseRequest, most: int) -> AsyncIterator[bytes]:
@@ -389,6 +402,8 @@ class HttpsBus:
         """
         if (request.content_length or 0) > most:
             raise _TooLargeError
+        # Unlike an aiohttp application, a ``web.Server`` does not handle the Expect header. As aiohttp does, reset the
+        # size, so that the interim response does not count as the beginning of the response.
         if request.headers.get("Expect", "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0
@@ -410,8 +425,8 @@ class _Arrival(asyncio.Protocol):
     would report a connection only after its handshake.
     """
 
-    def __init__(self, give: Callable[[socket.socket], None]) -> None:
-        self._hand_over = give
+    def __init__(self, hand_over: Callable[[socket.socket], None]) -> None:
+        self._hand_over = hand_over
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Hand over a duplicate of the socket and abort asyncio's transport. The duplicate keeps the connection

@@ -1,4 +1,4 @@
-"""One connection to a NATS server with one subscription, implemented with nats-py.
+"""Implements a single connection to a NATS server, with one subscription, using nats-py.
 
 This is the only module that uses nats-py. nats-py may claim to be connected although it has stopped reading or writing
 (after an error in one of its tasks, or a late answer to a ping). A connection on which nothing arrives any more is
@@ -62,6 +62,7 @@ async def look_up(url: ParseResult | SplitResult) -> list[str]:
     if network.family_of(host):
         return [host]
     ask = partial(socket.getaddrinfo, host, url.port, type=socket.SOCK_STREAM)
+    # This is urgent, because the agent must find its bus even if all other threads are waiting for disks that hang.
     entries = await blocking.call(f"look up {host} for the bus", ask, timeout=LOOKUP_TIMEOUT_S, is_urgent=True)
     found = {str(address[0]) for *_, address in entries}
     return random.sample(sorted(found), len(found))
@@ -105,6 +106,7 @@ class _Wire(Transport):
         self._read_by: asyncio.Task[Any] | None = None
         """nats-py's read task. It ends if it cannot decode what it has read."""
         self.reads = 0
+        """How many times nats-py has read data or the end of the stream."""
         self.unread = 0
         """Bytes received since the link last got a message or an answer to a ping."""
 
@@ -126,7 +128,7 @@ class _Wire(Transport):
                 return
 
     async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
-        """Do nothing, because ``dial`` has already connected."""
+        """Do nothing when nats-py asks to connect, because ``dial`` has already connected."""
 
     async def connect_tls(self, uri: str | ParseResult, ssl_context: ssl.SSLContext, *_: int, **__: int) -> None:
         """Upgrade to TLS with a new reader.
@@ -134,7 +136,7 @@ class _Wire(Transport):
         Plaintext received before the handshake must not be read as data from the authenticated server.
         """
         assert self._pipe is not None
-        if self._pipe.is_closing():  # otherwise start_tls would wait for an answer that never comes
+        if self._pipe.is_closing():  # start_tls would wait for an answer that never comes
             raise ConnectionResetError("the server has closed the connection")
         stream, host = _Stream(), uri if isinstance(uri, str) else uri.hostname
         loop = asyncio.get_running_loop()
@@ -162,6 +164,7 @@ class _Wire(Transport):
                 return GREETING
 
     async def read(self, buffer_size: int) -> bytes:
+        """Read data for nats-py's read task. If the connection or that task ends, report the end to the link."""
         if self._read_by is None:
             self._read_by = asyncio.current_task()
             assert self._read_by is not None
@@ -183,10 +186,11 @@ class _Wire(Transport):
         return 0 if self._pipe is None else self._pipe.get_write_buffer_size()
 
     def write(self, payload: bytes) -> None:
+        """Queue data, and end the connection if the server does not accept it."""
         if self._pipe is not None:
             self._pipe.write(payload)
         # Only answers to the server's pings can exceed this limit, because ``Link.send`` has a lower limit, at which it
-        # refuses messages.
+        # rejects messages.
         if self.backlog > MAX_BACKLOG_BYTES + 2 * MAX_REPLY_BYTES:
             self._on_end("the server does not accept data")
 
@@ -226,22 +230,30 @@ class Link:
         self._on_message = on_message
         self._on_denied = on_denied
         self._denial: Exception | None = None
+        """The last error with which the server denied a publication. nats-py stores it even though the connection stays
+        open.
+        """
         self._answers = 0
         """How many pings the server has answered."""
         self._messages = 0
+        """How many requests nats-py has handed over."""
         self._subscription: Subscription | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Gets the reason when the connection ends."""
         self.wire = _Wire(self.end)
         self._client = Client()
         # Set a private attribute, because nats-py has no parameter for a transport. No other private name is used.
         self._client._transport = self.wire  # noqa: SLF001
 
     async def open(self, context: ssl.SSLContext, agent_id: str, dial_timeout_s: float) -> None:
-        """Connect and subscribe. Returns once the server has confirmed the subscription."""
+        """Connect and subscribe. Returns once the server has confirmed the subscription. ``dial_timeout_s`` limits only
+        the TCP connection, so the caller must limit the whole call.
+        """
         if not self.url.hostname:
             raise BusError("the address must be nats://HOST:PORT, with a percent-encoded password")
         await self.wire.dial(self.url, dial_timeout_s)
+        # Turn off nats-py's reconnection, timers and size limits, because ``NatsBus`` and this class have their own.
         await self._client.connect(
             [self._given_url],
             error_cb=self._failed,
@@ -276,8 +288,10 @@ class Link:
         but an error from the server takes precedence.
         """
         if not self._ended.done():
-            told = self._client.last_error
-            self._ended.set_result(why if told in (None, self._denial) else str(told))
+            reported = self._client.last_error
+            # nats-py also sets ``last_error`` when the server denies a publication, but that does not end the
+            # connection.
+            self._ended.set_result(why if reported in (None, self._denial) else str(reported))
 
     async def send(self, subject: str, data: bytes) -> None:
         """Queue a message.
@@ -288,7 +302,7 @@ class Link:
         if self.is_over:
             raise BusError(self._ended.result())
         name = subject.encode()
-        if name.split() != [name]:
+        if name.split() != [name]:  # the subject is empty or contains white space
             raise BusError("a subject must be one word")
         if len(name) > MAX_SUBJECT_BYTES:
             raise BusError(f"a subject of {len(name)} bytes would close the connection")
@@ -306,10 +320,11 @@ class Link:
 
         Returns False if the timeout expires or the connection ends first.
         """
-        before, asked = self._answers, self._send_ping()
-        ends: set[asyncio.Future[Any]] = {asked, self._ended}
+        before, ping = self._answers, self._send_ping()
+        ends: set[asyncio.Future[Any]] = {ping, self._ended}
         await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        return asked.done() and self._answers > before and not self.is_over
+        # A ping can also be done without an answer, namely if nats-py has stopped reading.
+        return ping.done() and self._answers > before and not self.is_over
 
     async def watch(self, interval: float, unanswered: int) -> None:
         """Send a ping every ``interval`` seconds, in step with the agent's other timers. End the connection after
@@ -322,9 +337,9 @@ class Link:
             answers, messages = self._answers, self._messages
             self._send_ping()
             await asyncio.sleep(clock.until_beat(interval))
-            is_deaf = self._subscription is not None and self._subscription.pending_msgs > 0
-            is_deaf = is_deaf and self._messages == messages
-            silent = silent + 1 if is_deaf or self._answers == answers else 0
+            is_waiting = self._subscription is not None and self._subscription.pending_msgs > 0
+            is_stuck = is_waiting and self._messages == messages
+            silent = silent + 1 if is_stuck or self._answers == answers else 0
         self.end(f"no answer to {silent} pings")
 
     async def close(self) -> None:
@@ -335,7 +350,7 @@ class Link:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        with suppress(Exception):
+        with suppress(Exception):  # nats-py may raise any exception if its connection is already gone
             await self._client.close()
 
     def begin(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -355,14 +370,15 @@ class Link:
         """
         before = self.wire.reads
         try:
-            await self._client.flush(NEVER_S)
+            await self._client.flush(NEVER_S)  # sends the ping
         except nats_errors.Error as exc:
             self.end(str(exc))
-        if self.wire.reads > before:  # if nothing was read, nats-py has stopped reading, and flush does not wait
+        if self.wire.reads > before:  # otherwise nats-py has stopped reading, and flush has not waited for an answer
             self._answers += 1
             self.wire.unread = 0
 
     async def _received(self, message: Msg) -> None:
+        """Pass a request that nats-py has received to ``on_message``."""
         self.wire.unread = 0
         self._messages += 1
         self._on_message(message.data)
@@ -379,6 +395,7 @@ class Link:
             self.end(text)
 
     async def _closed(self) -> None:
+        """Mark the connection as ended, because nats-py has closed it after an error."""
         self.end("nats-py has closed it")
 
     async def _forget_servers(self) -> None:

@@ -36,19 +36,20 @@ MAX_REQUESTS: Final = 10_000
 PINGS: Final = 1000
 """Maximum number of pings that are answered in addition to ``MAX_REQUESTS``."""
 MAX_PING_BYTES: Final = 512
-"""Requests of up to this size may be pings. Pings are answered even while too many other requests are in progress,
-because those requests may take long, and the Director considers an agent lost if it does not answer pings.
+"""Only requests of up to this size are recognized as pings. Pings are answered even while too many other requests are
+in progress, because those requests may take a long time, and the Director considers an agent lost if it does not answer
+pings.
 """
 OF_A_DIRECTOR: Final = re.compile(rb'"reply_to" ?: ?"director\.[^"]*\.[0-9a-f-]{36}"')
 """Matches a reply subject that is unique to one request (``nats_rpc.rb``), so if the same bytes arrive again, they are
 a copy of that request.
 """
 COPY_WINDOW_S: Final = 60.0
-"""Seconds during which a copy of a request is recognised. Copies arise while credentials are rotated, because the old
+"""Seconds during which a copy of a request is recognized. Copies arise while credentials are rotated, because the old
 and the new connection then deliver each request at nearly the same time.
 """
 MAX_SEEN: Final = 10_000
-"""Number of requests that are remembered to recognise copies. A copy of an older request is treated as a new
+"""Number of requests that are remembered to recognize copies. A copy of an older request is treated as a new
 request.
 """
 
@@ -72,22 +73,22 @@ class BusTiming(msgspec.Struct, frozen=True):
     step: float = 2.0
     """The pause after the n-th consecutive failure is n steps, at most ``longest``, minus a random part.
 
-    The random part keeps agents that lost their server at the same moment from returning in waves. It is up to four
-    fifths of the pause while the pause still grows, and up to half of it later.
+    Because of the random part, agents that lost their server at the same moment do not all return at once. It is up to
+    four fifths of the pause while the pause still grows, and up to half of it later.
     """
     longest: float = 10.0
     """Longest pause after a failure. It must stay well below the 45 s that the Director waits for a reply."""
     early: float = 60.0
     early_step: float = 1.0
-    """Pause between attempts during the first ``early`` seconds after the start, when the server may not know the agent
-    yet.
+    """Pause between attempts during the first ``early`` seconds after the start, when the server might not know the
+    agent yet.
     """
     reply: float = 45.0
     """How long a reply waits for a connection. The Director gives up on the request after the same time."""
     overlap: float = 2.0
     """How long the old connection stays open in addition to the new one during a rotation."""
     refused: float = 20.0
-    """How long new credentials are tried if the server refuses them."""
+    """How long new credentials are tried if the server rejects them."""
     unreachable: float = 120.0
     """How long new credentials are tried if no connection with them succeeds while the old connection still works."""
     goodbye: float = 1.0
@@ -100,7 +101,7 @@ class BusTiming(msgspec.Struct, frozen=True):
     """
 
     def pause(self, failures: int, slow: int = 0) -> float:
-        """Return the pause after this number of consecutive failures, where 0 means that a working connection broke.
+        """Return the pause after ``failures`` consecutive failures. ``failures`` is 0 if a working connection broke.
 
         The pause is doubled after one ``slow`` attempt and tripled after two or more. An attempt is slow if the server
         sent its greeting but did not complete the handshake in time. The timeout for the next attempt grows by the same
@@ -113,11 +114,15 @@ class BusTiming(msgspec.Struct, frozen=True):
         return random.uniform(most / 5 if most < self.longest else most / 2, most) * min(1 + slow, 3)  # noqa: S311
 
     def handshake_timeout_s(self, slow: int) -> float:
-        """Return the timeout for an attempt that follows ``slow`` consecutive slow attempts."""
+        """Return the timeout for an attempt that follows ``slow`` consecutive slow attempts. See ``pause`` for the
+        reason why it grows.
+        """
         return self.connect * min(1 + slow, 3)
 
     def early_pause(self) -> float:
-        """Return the pause after a refusal during the ``early`` period, when nats-sync may not know the agent yet."""
+        """Return the pause after a rejected attempt during the ``early`` period, when nats-sync might not know the
+        agent yet.
+        """
         return self.early_step * random.uniform(0.75, 1.25)  # noqa: S311
 
 
@@ -125,7 +130,8 @@ class NatsBus:
     """Keeps the agent connected to the bus. ``run`` is the root task.
 
     ``handle`` answers requests, each in a separate task; the tasks are started in order of arrival. ``on_connected`` is
-    called for each new connection. ``reread`` receives credentials that were refused and returns those to try next.
+    called for each new connection. ``reread`` is called with credentials that were rejected or that failed several
+    times, and returns the credentials to try next.
     """
 
     def __init__(
@@ -135,7 +141,7 @@ class NatsBus:
         handle: Handle,
         *,
         on_connected: Callable[[], None] = lambda: None,
-        reread: Callable[[Mbus], Mbus] = lambda refused: refused,
+        reread: Callable[[Mbus], Mbus] = lambda failed: failed,
         timing: BusTiming | None = None,
     ) -> None:
         self.stats = Stats()
@@ -151,22 +157,24 @@ class NatsBus:
         """All connections, including those being established and the old one during a rotation."""
         self._changed = asyncio.Event()
         """Set by each new connection, and by each failed attempt in which a server sent its greeting."""
-        self._greeted_at = 0
+        self._last_greeted = 0
         """Number (``stats.attempts``) of the last failed attempt in which a server sent its greeting."""
         self._slow = 0
         """Number of consecutive attempts in which a server sent its greeting but did not complete the handshake in
         time.
         """
         self._logged: set[str] = set()
+        """Problems logged since the last successful connection (see ``_log_once``)."""
         self._answering: set[asyncio.Task[None]] = set()
         self._rotating = asyncio.Lock()
         self._retiring: asyncio.Task[None] | None = None
+        """Closes the old connection after a rotation. The next rotation waits for it."""
         self._seen: dict[int, float] = {}
         """Arrival times of recent requests from a Director, by request hash, oldest first."""
 
     @property
     def is_connected(self) -> bool:
-        """True if messages can currently be published and requests can arrive, as far as the agent knows."""
+        """True if messages can currently be published and requests can arrive, as far as the agent can tell."""
         return self._link is not None and not self._link.is_over
 
     async def drain(self, timeout_s: float) -> None:
@@ -182,16 +190,17 @@ class NatsBus:
         """Return True if a server sends anything within ``timeout_s`` seconds, on the current connection or during an
         attempt to connect.
 
-        If there is no connection, this method waits for the next attempt, because only ``run`` opens connections. An
-        attempt that is already in progress counts only if it succeeds. A connection that does not answer in time is
-        closed.
+        If there is no connection, this method waits for the next attempt, because only ``run`` opens connections. In
+        that case, the call may take twice as long. An attempt that is already in progress counts only if it succeeds. A
+        connection that does not answer in time is closed. ``Firewall`` uses this method to check that its rules do not
+        block the agent itself.
         """
         begun = self.stats.attempts
         try:
             async with asyncio.timeout(timeout_s):
                 while (link := self._link) is None or link.is_over:
-                    await self._change()
-                    if self._greeted_at > begun:
+                    await self._wait_for_change()
+                    if self._last_greeted > begun:
                         return True
         except TimeoutError:
             return False
@@ -203,9 +212,10 @@ class NatsBus:
     async def wait_connected(self) -> None:
         """Wait until the bus is connected."""
         while not self.is_connected:
-            await self._change()
+            await self._wait_for_change()
 
-    async def _change(self) -> None:
+    async def _wait_for_change(self) -> None:
+        """Wait for the next connection, or for the next failed attempt in which a server sent its greeting."""
         self._changed.clear()
         await self._changed.wait()
 
@@ -240,12 +250,13 @@ class NatsBus:
                     self._log_once(str(exc))
                     if is_refused or failures >= REREAD_AFTER_FAILURES:
                         self._reread_credentials()
+                    # At first, the server might not know the agent yet.
                     if is_refused and time.monotonic() < early_until:
                         pause = self._timing.early_pause()
                     else:
                         failures += 1
                         pause = self._timing.pause(failures, self._slow)
-                if self._link is None:
+                if self._link is None:  # a rotation may have connected in the meantime
                     await asyncio.sleep(pause)
         finally:
             await self._shut_down()
@@ -267,29 +278,33 @@ class NatsBus:
     # --- links --------------------------------------------------------------------------------------------------------
 
     async def _relink(self) -> None:
+        """Connect again. Raises ``BusError``."""
         link = await self._connect(self.mbus)
         if self._link is None:
             self._activate(link)
-        else:  # a rotation has already made another link
+        else:  # a rotation has already connected
             await self._abandon(link)
 
     async def _connect_persistently(self, mbus: Mbus) -> Link:
         """Connect with new credentials. If the bus is unreachable, keep trying. Raises ``ActionError`` if the server
-        refuses the credentials, or if they do not work although the old connection does.
+        keeps rejecting the credentials for ``refused`` seconds (see the bus's timing), or if no connection can be made
+        with them for ``unreachable`` seconds while the old connection still works.
         """
         began, failures = time.monotonic(), 0
         while True:
             is_refused = False
             try:
                 left = began + self._timing.unreachable - time.monotonic()
-                async with asyncio.timeout(max(left, self._timing.connect)):  # for all addresses together
+                # All addresses share one timeout, which is long enough for an attempt to connect to one of them.
+                async with asyncio.timeout(max(left, self._timing.connect)):
                     return await self._connect(mbus)
             except BusError as exc:
                 is_refused, why = isinstance(exc, CredentialsError), str(exc)
             except TimeoutError:
                 why = "cannot connect to the bus: no answer in time"
             if not is_refused and not self.is_connected:
-                began = time.monotonic()  # restart the timeout: an unreachable bus does not mean wrong credentials
+                # Restart the timeout, because an unreachable bus does not mean that the credentials are wrong.
+                began = time.monotonic()
             timeout_s = self._timing.refused if is_refused else self._timing.unreachable
             if time.monotonic() - began >= timeout_s:
                 raise ActionError(f"cannot use the new bus credentials: {why}")
@@ -297,13 +312,14 @@ class NatsBus:
             await asyncio.sleep(self._timing.pause(failures))
 
     def _reread_credentials(self) -> None:
+        """Read the addresses and credentials again. If that fails, keep the current ones."""
         try:
             self.mbus = self._reread(self.mbus)
         except (ShimError, OSError) as exc:
             self._log_once(f"cannot read the bus credentials again: {exc}")
 
     async def _connect(self, mbus: Mbus) -> Link:
-        """Try every address once, in random order. Raises ``BusError`` for any failure."""
+        """Try every address once, in random order, until one works. Raises ``BusError`` if none works."""
         failure = BusError("cannot connect to the bus: no address in the settings")
         for url in random.sample(mbus.urls, len(mbus.urls)):
             try:
@@ -328,6 +344,7 @@ class NatsBus:
             raise
 
     async def _attempt(self, url: str, mbus: Mbus) -> Link:
+        """Connect to an address once and return the link. Raises ``TimeoutError`` or the error of the handshake."""
         self.stats.attempts += 1
         number, context = self.stats.attempts, tls.client_context(mbus)
         link = Link(url, self._received, self._denied)
@@ -340,8 +357,10 @@ class NatsBus:
                 raise TimeoutError
             opening.result()
         except BaseException:
-            if link.wire.has_greeted:
-                self._greeted_at = number
+            if (
+                link.wire.has_greeted
+            ):  # ``is_heard`` waits for this, because a greeting proves that the bus is reachable
+                self._last_greeted = number
                 self._changed.set()
             await self._abandon(link)
             # The task may have failed just before the link was abandoned. Retrieve its exception, which asyncio would
@@ -351,6 +370,7 @@ class NatsBus:
         return link
 
     def _activate(self, link: Link) -> None:
+        """Use a new link for all messages from now on, and watch it."""
         self._link = link
         self._slow = 0
         self.stats.connects += 1
@@ -370,7 +390,7 @@ class NatsBus:
         assert link is not None
         why = await link.over()
         await self._abandon(link)
-        if self._link is link:
+        if self._link is link:  # otherwise a rotation has already replaced this link
             self._link = None
             self._log_once(f"lost the connection to the bus at {link.address}: {why}")
         return time.monotonic() - began > self._timing.ping
@@ -398,13 +418,17 @@ class NatsBus:
             await old.flushed(self._timing.overlap)
             await asyncio.sleep(self._timing.overlap)
             old.end("replaced")
-            await self._abandon(old)  # ``run`` would close the connection too, but it may be in a pause
+            await self._abandon(old)  # ``run`` would close the connection too, but it may be pausing
 
     async def _abandon(self, link: Link) -> None:
+        """Close a link that is no longer used."""
         await link.close()
         self._links.discard(link)
 
     async def _shut_down(self) -> None:
+        """Cancel requests in progress, wait until the server has received the replies already sent, and disconnect. A
+        connection that a rotation has replaced is closed too.
+        """
         tasks = [*self._answering, *([self._retiring] if self._retiring else [])]
         for task in tasks:
             task.cancel()
@@ -415,7 +439,7 @@ class NatsBus:
 
     def _log_once(self, problem: str, kind: str = "") -> None:
         """Log a problem unless the same problem, or another one of the same ``kind``, was already logged since the last
-        successful connection.
+        successful connection. In either case, store it as the last error, which ``agent-shim status`` shows.
         """
         if (kind or problem) not in self._logged:
             logger.warning("%s", problem)
@@ -425,6 +449,9 @@ class NatsBus:
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def _received(self, data: bytes) -> None:
+        """Start a task that answers a request. Drop the request if it is a duplicate. If too many requests are in
+        progress, also drop it unless it is a ping.
+        """
         self.stats.received += 1
         self.stats.received_bytes += len(data)
         is_full = len(self._answering) >= MAX_REQUESTS
@@ -452,6 +479,7 @@ class NatsBus:
         return False
 
     async def _answer(self, data: bytes) -> None:
+        """Handle a request and publish the reply, after a reconnection if necessary."""
         answer = await self._handle(data)
         if answer is None:
             self.stats.rejected += 1
@@ -466,12 +494,14 @@ class NatsBus:
             logger.warning("cannot send a reply, dropped: %s", str(exc) or "no connection to the bus in time")
 
     def _answered(self, task: asyncio.Task[None]) -> None:
+        """Clean up after a task that answered a request, and log its error if it failed."""
         self._answering.discard(task)
         if not task.cancelled() and (exc := task.exception()) is not None:
             self.stats.failed += 1
             logger.error("cannot answer a request", exc_info=exc)
 
     def _denied(self, text: str) -> None:
+        """Count a message that the server did not permit, and log the first one after each connection."""
         self.stats.denied += 1
         self._log_once(f"the bus refused a message: {text}", kind="denied")
 

@@ -1,8 +1,8 @@
-"""TLS contexts for the bus, built from the PEM data in the settings without leaving a file behind.
+"""Builds TLS contexts for the bus from the PEM data in the settings, without leaving a file behind.
 
-The rules match the Go agent (``mbus/nats_handler.go``, nats.go): TLS 1.2 or newer, and always a client certificate. A
-server is verified by its certificate chain and its subject alternative names, and its common name must have the right
-form but need not match the host.
+The rules match the Go agent (``mbus/nats_handler.go``, nats.go), and TLS 1.2 or newer is required. To a NATS server,
+the agent always presents a client certificate. The server is verified by its certificate chain and its subject
+alternative names. Its common name must have the right form but need not match the host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SERVER_NAME: Final = re.compile(r"[a-zA-Z0-9*\-]*\.nats\.bosh-internal")
 
 
 def client_context(mbus: Mbus) -> ssl.SSLContext:
-    """Build the client context. Raises a ``CredentialsError`` that names the faulty PEM text."""
+    """Build the client context. Raises a ``CredentialsError`` that names the faulty PEM data."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.hostname_checks_common_name = False
@@ -78,7 +78,7 @@ def load_pair(context: ssl.SSLContext, certificate: str, private_key: str) -> No
         raise CredentialsError("the certificate is not a PEM certificate")
     if "PRIVATE KEY-----" not in private_key:
         raise CredentialsError("the private key is not a PEM key")
-    if "ENCRYPTED" in certificate + private_key:  # decrypting a maliciously made key may take hours
+    if "ENCRYPTED" in certificate + private_key:  # decrypting a maliciously crafted key may take hours
         raise CredentialsError("the private key is encrypted, and the settings hold no password for it")
     with open(os.memfd_create("bus"), "w") as file:
         file.write(f"{certificate}\n{private_key}\n")
@@ -93,11 +93,9 @@ def load_pair(context: ssl.SSLContext, certificate: str, private_key: str) -> No
 
 
 def check_server_name(server: ssl.SSLObject) -> None:
-    """Refuse a server whose certificate is valid but is not a bus certificate. Raises
-    ``ssl.SSLCertVerificationError``.
-    """
+    """Raise ``ssl.SSLCertVerificationError`` if a server's certificate is valid but is not a bus certificate."""
     subject: Any = (server.getpeercert() or {}).get("subject", ())
-    names = [value for part in subject for name, value in part if name == "commonName"]
+    names = [value for part in subject for name, value in part if name == "commonName"]  # as in Go, the last one counts
     if not names or not SERVER_NAME.fullmatch(names[-1]):
         # Pass an error number as the first argument. Without one, the exception shows a different message.
         reason = "server Certificate CommonName does not match *.nats.bosh-internal"
