@@ -19,14 +19,16 @@ class SshParams(msgspec.Struct, frozen=True):
 
 @action("ssh", Mode.NOW)
 async def ssh(agent: Agent, command: str, params: SshParams) -> dict[str, str]:
-    """Create an operator's user account, or remove the accounts that match a pattern (agent/action/ssh.go)."""
+    """Create an operator's user account (``setup``), or remove the accounts that match a pattern (``cleanup``). Start
+    or stop the ssh server accordingly (agent/action/ssh.go).
+    """
     if command == "cleanup":
         await agent.users.cleanup(params.user_regex)
         await agent.sshd.settle()
         return {"command": "cleanup", "status": "success"}
     if command != "setup":
         raise ActionError("Unknown command for SSH method")
-    address = default_ip(agent.settings.current)
+    address = default_ip(agent.settings.current)  # if there is none, fail before the account is created
     await agent.users.setup(params.user, params.public_key)
     try:
         host_key = await agent.sshd.host_key()
@@ -38,13 +40,14 @@ async def ssh(agent: Agent, command: str, params: SshParams) -> dict[str, str]:
 
 
 def default_ip(settings: Effective) -> str:
-    """Return the instance's IP address in its default network, or in any network if none is the default
+    """Return the instance's IP address in its default network or, if it has none there, in any other network
     (settings/settings.go, DefaultIP).
     """
     networks = sorted(settings.source.networks.values(), key=lambda known: not known.default)
     for known in networks:
         if known.ip:
             return known.ip
-        if known.is_dynamic and (address := network.default_address(ipv6=known.prefix == "128")):
+        is_ipv6 = known.prefix == "128"  # the prefix length of a single IPv6 address
+        if known.is_dynamic and (address := network.default_address(ipv6=is_ipv6)):
             return address.ip
     raise ActionError("No default ip could be found")

@@ -24,6 +24,7 @@ class Upload(msgspec.Struct, frozen=True):
 async def upload_blob(agent: Agent, upload: Upload) -> str:
     """Store a blob for a later ``prepare`` or ``apply`` (agent/action/upload_blob.go)."""
     with errors_as("illegal base64 data", ValueError):
+        # Remove the line breaks, because ``validate`` rejects them.
         content = base64.b64decode(upload.payload.replace("\n", "").replace("\r", ""), validate=True)
     await agent.bundles.keep_blob(upload.blob_id, upload.checksum, content)
     return upload.blob_id

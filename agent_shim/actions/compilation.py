@@ -41,9 +41,9 @@ class Compilation(msgspec.Struct, frozen=True):
         """
         target = Bundle("package", package.name, package.version)
         self._refuse_other_versions([*dependencies, target])
-        await self._activate()
+        await self._activate()  # as in the Go agent, free the disk space of other packages before downloading
         report("fetching dependencies")
-        doing = "Installing dependent package: '{0.name}'"
+        doing = "Installing dependent package: '{0.name}'"  # begins the error message, as in the Go agent
         await self.bundles.install(dependencies, self.store, self.parallel, doing=doing)
         await self._activate(dependencies)
         return await self.compiler.compile(package, await self.bundles.create(target), self.store, report)
@@ -69,8 +69,8 @@ class Compilation(msgspec.Struct, frozen=True):
         """Raise ``ActionError`` if jobs use another version of a ``wanted`` package, because ``packages`` can contain
         only one version of each.
         """
-        of_jobs = {bundle.name: self.bundles.path(bundle) for bundle in self.in_use}
+        used_by_jobs = {bundle.name: self.bundles.path(bundle) for bundle in self.in_use}
         for bundle in wanted:
-            if bundle.name in of_jobs and of_jobs[bundle.name] != self.bundles.path(bundle):
+            if bundle.name in used_by_jobs and used_by_jobs[bundle.name] != self.bundles.path(bundle):
                 why = f"jobs of this instance use another version of package {bundle.name}"
                 raise ActionError(f"cannot compile here: {why} (compile it on an instance without jobs)")

@@ -24,9 +24,7 @@ T = TypeVar("T")
 
 
 class Dependency(msgspec.Struct, frozen=True):
-    """A compiled package that the compilation needs. It is fetched from a signed URL or, without one, from the
-    blobstore by its id.
-    """
+    """A compiled package that the compilation needs. If it has no signed URL, it is fetched from the blobstore."""
 
     name: str = ""
     version: str = ""
@@ -62,7 +60,7 @@ async def compile_package(
 ) -> dict[str, Any]:
     """Compile a package from the blobstore and store the result there (agent/action/compile_package.go)."""
     package = Package(name, version, BlobRef(blob_id, digest=digest))
-    done = await _compiled(agent, cancelled, package, dependencies)
+    done = await _compile(agent, cancelled, package, dependencies)
     return {"result": {"blobstore_id": done.blob_id, "sha1": done.sha1}}
 
 
@@ -78,20 +76,21 @@ async def compile_package_with_signed_url(
     headers = request.blobstore_headers
     source = BlobRef(signed_url=request.package_get_signed_url, headers=headers, digest=request.digest)
     package = Package(request.name, request.version, source, request.upload_signed_url, headers)
-    done = await _compiled(agent, cancelled, package, request.deps)
+    done = await _compile(agent, cancelled, package, request.deps)
     return {"result": {"sha1": f"{done.sha1};sha512:{done.sha512}"}}
 
 
-async def _compiled(
+async def _compile(
     agent: Agent, cancelled: asyncio.Event, package: Package, dependencies: Mapping[str, Dependency]
 ) -> Done:
+    """Compile a package unless the task is cancelled, and clean up in any case."""
     settings = agent.settings.current
     in_use = packages_of_jobs(agent.spec.current, agent.bundles)
     parallel = settings.source.env.bosh.parallel
     compilation = Compilation(agent.bundles, agent.compiler, settings.blobstore, in_use, parallel)
 
     with errors_as(f"Compiling package {package.name}", ShimError):
-        needed = [_bundle(each) for each in dependencies.values()]
+        needed = [_bundle(dependency) for dependency in dependencies.values()]
         try:
             work = compilation.compile(package, needed, lambda step: agent.tasks.report(f"{package.name}: {step}"))
             return await _unless_cancelled(cancelled, work)
@@ -100,13 +99,16 @@ async def _compiled(
 
 
 def packages_of_jobs(spec: ApplySpec, bundles: Bundles) -> list[Bundle]:
-    """Return the installed packages that this instance's jobs use."""
+    """Return the installed packages that this instance's jobs use, which a compilation must not remove. Packages that
+    are not installed are left out, because they cannot be linked.
+    """
     packages = bundles_of(spec)[1] if spec.jobs else []
     missing = bundles.missing(packages)
     return [package for package in packages if package not in missing]
 
 
 def _bundle(needed: Dependency) -> Bundle:
+    """Convert a dependency in a request to a bundle that can be installed."""
     source = BlobRef(needed.blobstore_id, needed.package_get_signed_url, needed.blobstore_headers, needed.sha1)
     return Bundle("package", needed.name, needed.version, source)
 
@@ -121,7 +123,7 @@ async def _unless_cancelled(cancelled: asyncio.Event, work: Awaitable[T]) -> T:
     try:
         await events.ended_before(cancelled, working)
     finally:
-        if working.cancel():
+        if working.cancel():  # still running, because ``cancelled`` was set or because the caller is being cancelled
             await asyncio.wait({working})
     try:
         return working.result()

@@ -11,8 +11,8 @@ from agent_shim.core.errors import ShimError, errors_as
 
 @action("list_disk", Mode.TASK, task_from_protocol=3)
 async def list_disk(agent: Agent) -> list[str]:
-    """List the mounted disks. The Director expects the disk that is mounted at ``store`` to come first (bosh-director
-    disk_manager.rb).
+    """Restore missing mounts, then list the disks that are mounted or linked. The Director expects the disk that is
+    mounted at ``store`` to come first (bosh-director disk_manager.rb).
     """
     await _refresh(agent)
     return await agent.disks.list()
@@ -23,7 +23,7 @@ async def mount_disk(agent: Agent, cid: str) -> dict[str, str]:
     """Mount a disk at ``store`` or, if another disk is already mounted there, at the migration target."""
     await _refresh(agent)
     with errors_as("Reading persistent disk settings", ShimError, OSError):
-        await agent.disks.find(cid)
+        await agent.disks.find(cid)  # raises if the disk is unknown
     with errors_as("Mounting persistent disk", ShimError, OSError):
         await agent.disks.mount(cid)
     return {}
@@ -33,7 +33,7 @@ async def mount_disk(agent: Agent, cid: str) -> dict[str, str]:
 async def unmount_disk(agent: Agent, cid: str) -> dict[str, str]:
     """Unmount a disk. It stays unmounted until the Director mounts it again."""
     with errors_as("Getting persistent disk settings", ShimError, OSError):
-        await agent.disks.find(cid)
+        await agent.disks.find(cid)  # raises if the disk is unknown
     with errors_as("Unmounting persistent disk", ShimError, OSError):
         return {"message": await agent.disks.unmount(cid)}
 
@@ -81,7 +81,7 @@ async def add_dynamic_disk(agent: Agent, cid: str, hint: Any) -> dict[str, str]:
 
 @action("remove_dynamic_disk", Mode.NOW)
 async def remove_dynamic_disk(agent: Agent, cid: str) -> dict[str, str]:
-    """Remove the link to a dynamic disk. As in the Go agent, errors have the same text as those of
+    """Remove the link to a dynamic disk. As in the Go agent, the error messages are the same as those of
     ``add_dynamic_disk``.
     """
     with errors_as("Setting up dynamic disk", ShimError, OSError):
@@ -90,5 +90,6 @@ async def remove_dynamic_disk(agent: Agent, cid: str) -> dict[str, str]:
 
 
 async def _refresh(agent: Agent) -> None:
+    """Reload the settings, because the CPI may just have added or removed a disk."""
     with errors_as("Refreshing the settings", ShimError, OSError):
         await agent.settings.refreshed()

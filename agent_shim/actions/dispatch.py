@@ -1,6 +1,6 @@
 """Dispatches requests to actions and builds the replies.
 
-Texts, argument binding and the choice between an immediate answer and a task id match the Go agent
+Error messages, argument binding and the choice between an immediate answer and a task id match the Go agent
 (agent/action_dispatcher.go, agent/action/runner.go). A broad exception handler ensures that no request can crash the
 agent.
 """
@@ -98,7 +98,7 @@ def action(
 ) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., Awaitable[Any]]]:
     """Register a coroutine function as the action ``method``. Requests with a protocol version below
     ``task_from_protocol`` are answered immediately, whatever the ``mode``. A ``persistent`` task is resumed after the
-    agent restarts.
+    agent restarts, and cannot be cancelled.
 
     The function's first parameter is the ``Agent``. Parameters of type ``ProtocolVersion`` and ``asyncio.Event`` (set
     when the task is cancelled) are injected. All others are the arguments of the request, in order.
@@ -123,9 +123,13 @@ def action(
 
 
 def _without_none(hint: Any) -> Any:
-    """Return the type ``hint`` without None. A JSON null means the zero value, even for an optional argument."""
-    arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
-    return arms[0] if typing.get_origin(hint) in (types.UnionType, typing.Union) and len(arms) == 1 else hint
+    """Return T if ``hint`` is ``T | None``, otherwise ``hint``. The None can be ignored, because a JSON null means the
+    zero value even for an optional argument.
+    """
+    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
+        return hint
+    members = [member for member in typing.get_args(hint) if member is not type(None)]
+    return members[0] if len(members) == 1 else hint
 
 
 class Dispatcher:
@@ -136,11 +140,11 @@ class Dispatcher:
         self._tasks = tasks
         self._on_done = on_done
         self.refusing = ""
-        """Why actions that change the instance are refused, or "" while they are accepted."""
+        """Why actions that change the instance are rejected, or "" while they are accepted."""
 
     async def handle(self, data: bytes, *, limit: int | None = wire.MAX_REPLY_BYTES) -> tuple[str, bytes] | None:
-        """Answer a request. Return the reply subject and the reply of at most ``limit`` bytes, or None for an
-        unreadable request.
+        """Answer a request. Return the reply subject and the reply, or None for an unreadable request. ``limit`` is the
+        maximum size of the reply in bytes, or None for no limit.
         """
         try:
             request = wire.decode_request(data)
@@ -150,31 +154,33 @@ class Dispatcher:
         return request.reply_to, await self.reply(request, data, limit=limit)
 
     async def reply(self, request: wire.Request, data: bytes, *, limit: int | None = wire.MAX_REPLY_BYTES) -> bytes:
-        """Answer a decoded request. ``data`` is the request as received, which is stored with a persistent task."""
+        """Answer a decoded request. ``data`` is the request as received, which is stored with a persistent task.
+        ``limit`` is the maximum size of the reply in bytes, or None for no limit.
+        """
         begun_at, task_id = time.monotonic(), ""
         try:
-            found = ACTIONS.get(request.method)
-            if found is None:
+            registered = ACTIONS.get(request.method)
+            if registered is None:
                 raise UnknownActionError(f"unknown message {request.method}")
-            if self.refusing and found.method not in HARMLESS:
-                raise ActionError(f"cannot run {found.method}: {self.refusing}")
-            if found.mode is Mode.NOW or request.protocol < found.task_from_protocol:
-                value = await self._run(found, request, is_task=False)
+            if self.refusing and registered.method not in HARMLESS:
+                raise ActionError(f"cannot run {registered.method}: {self.refusing}")
+            if registered.mode is Mode.NOW or request.protocol < registered.task_from_protocol:
+                value = await self._run(registered, request, is_task=False)
             else:
-                cancelled = asyncio.Event() if asyncio.Event in found.injected.values() else None
-                work = partial(self._run, found, request, cancelled)
-                if found.persistent:  # the task must be stored before the reply reveals its id
-                    task = await self._tasks.submit_persistent(found.method, work, data)
+                cancelled = asyncio.Event() if asyncio.Event in registered.injected.values() else None
+                work = partial(self._run, registered, request, cancelled)
+                if registered.persistent:  # the task must be stored before the reply reveals its id
+                    task = await self._tasks.submit_persistent(registered.method, work, data)
                     await self._agent.state_backup.update()
                 else:
-                    self._tasks.require_room(found.method)
-                    task = self._tasks.submit(found.method, work, cancelled=cancelled)
+                    self._tasks.require_room(registered.method)
+                    task = self._tasks.submit(registered.method, work, cancelled=cancelled)
                 task_id = task.id
                 value = {"agent_task_id": task_id, "state": "running"}
             reply = wire.encode_value(value, limit=limit)
         except Exception as exc:  # noqa: BLE001 - no request can end the process
             write_audit(request.method, "failed", begun_at, caller=request.reply_to, error=exc)
-            return wire.encode_exception(self._failed(request.method, exc), limit=limit)
+            return wire.encode_exception(self._reply_text(request.method, exc), limit=limit)
         write_audit(request.method, "accepted" if task_id else "done", begun_at, caller=request.reply_to, task=task_id)
         return reply
 
@@ -183,51 +189,57 @@ class Dispatcher:
         can be run again after a restart.
         """
         return {
-            method: lambda data, found=found: partial(self._run, found, wire.decode_request(data))  # type: ignore[misc]
-            for method, found in ACTIONS.items()
-            if found.persistent
+            method: lambda data, entry=entry: partial(self._run, entry, wire.decode_request(data))  # type: ignore[misc]
+            for method, entry in ACTIONS.items()
+            if entry.persistent
         }
 
     async def _run(
         self,
-        found: RegisteredAction,
+        registered: RegisteredAction,
         request: wire.Request,
         cancelled: asyncio.Event | None = None,
         *,
         is_task: bool = True,
     ) -> Any:
-        """Run an action. If it runs as a task, also write an audit line when it ends."""
+        """Run an action. If it runs as a task, also write an audit line when it ends. For other actions, ``reply``
+        writes the only audit line.
+        """
         begun_at, task, outcome = time.monotonic(), self._tasks.running, "failed"
         error: BaseException | None = None
         try:
-            arguments = found.bind(request.arguments)
-            given = {ProtocolVersion: request.protocol, asyncio.Event: cancelled, Agent: self._agent}
-            value = await found.run(**arguments, **{name: given[kind] for name, kind in found.injected.items()})
+            arguments = registered.bind(request.arguments)
+            available = {ProtocolVersion: request.protocol, asyncio.Event: cancelled, Agent: self._agent}
+            injected = {name: available[kind] for name, kind in registered.injected.items()}
+            value = await registered.run(**arguments, **injected)
             outcome = "done"
             return value
         except BaseException as exc:
             error = exc
             raise
         finally:
-            self._on_done(found.method, outcome, time.monotonic() - begun_at)
+            self._on_done(registered.method, outcome, time.monotonic() - begun_at)
             if is_task:
                 task_id = task.id if task else ""
-                write_audit(found.method, outcome, begun_at, caller=request.reply_to, task=task_id, error=error)
-            if found.method not in HARMLESS:
+                write_audit(registered.method, outcome, begun_at, caller=request.reply_to, task=task_id, error=error)
+            if registered.method not in HARMLESS:  # the backup must be complete before the reply is sent
                 await self._agent.state_backup.update()
 
     def failure(self, method: str, exc: BaseException) -> str:
-        """Return the error text for the Director.
+        """Return the error message for the Director.
 
-        For an expected error, the text includes the reason. For any other error, which must be a bug, it names only the
-        type of the exception.
+        For an expected error, the message includes the reason. Any other error must be a bug, so the message names only
+        the type of the exception.
         """
         if isinstance(exc, ShimError | HostError):
             return safetext.lines(str(exc))
         logger.error("internal error in %s", method, exc_info=exc)
         return f"internal error in {method}: {type(exc).__name__} (the agent's log has the traceback)"
 
-    def _failed(self, method: str, exc: BaseException) -> str:
+    def _reply_text(self, method: str, exc: BaseException) -> str:
+        """Return the error message for a reply. As in the Go agent, the message names the action unless the action is
+        unknown.
+        """
         text = self.failure(method, exc)
         return text if isinstance(exc, UnknownActionError) else f"Action Failed {method}: {text}"
 
@@ -238,7 +250,7 @@ def write_audit(
     """Write an audit line for an action that began at ``begun_at`` (monotonic). ``result`` is done, failed, accepted
     (as a task) or dropped (unreadable).
 
-    Texts are truncated, because callers control their length.
+    Strings are truncated, because callers control their length.
     """
     seconds = round(time.monotonic() - begun_at, 6)
     members: dict[str, Any] = {"method": method[:100], "result": result, "seconds": seconds}

@@ -18,7 +18,7 @@ Version = Annotated[int, UINT64]
 
 @action("sync_dns", Mode.NOW)
 async def sync_dns(agent: Agent, blob_id: str, digest: DigestText, version: Version) -> str:
-    """Update the DNS records of all instances to ``version`` (agent/action/sync_dns.go)."""
+    """Update the DNS records from the blob ``blob_id`` (agent/action/sync_dns.go)."""
     source = BlobRef(blob_id=blob_id, digest=digest)
     return await _sync(agent, source, version, f"getting {blob_id[:100]} from blobstore")
 
@@ -40,6 +40,7 @@ async def sync_dns_with_signed_url(agent: Agent, request: SignedDnsRecords) -> s
 
 
 async def _sync(agent: Agent, source: BlobRef, version: int, doing: str) -> str:
+    """Update the DNS records from ``source``. If they cannot be fetched, the error begins with ``doing``."""
     settings = agent.settings.current
 
     async def fetch() -> bytes:
@@ -56,7 +57,8 @@ class ArpEntries(msgspec.Struct, frozen=True):
 
 @action("delete_arp_entries", Mode.NOW)
 async def delete_arp_entries(agent: Agent, entries: ArpEntries) -> dict[str, Any]:
-    """Delete the ARP entries of the given addresses, if the container has the required privilege.
+    """Delete the ARP entries of the given addresses, if the container has the required privilege. Invalid addresses
+    are ignored.
 
     Never fails (delete_arp_entries.go).
     """

@@ -47,15 +47,16 @@ async def apply(agent: Agent, wanted: ApplySpec) -> str:
 
 
 async def deploy(agent: Agent, wanted: ApplySpec) -> str:
-    """Apply a spec. Packages that are already installed need no digest. Without a Director, all packages are already
-    installed.
+    """Apply a spec. Unlike ``apply``, accept packages without a digest if they are already installed, which they
+    always are without a Director.
     """
     settings = agent.settings.current
     networks = _resolved(settings, agent.spec.current.networks, wanted.networks)
     wanted = msgspec.structs.replace(wanted, networks=networks)
-    if wanted.configuration_hash:
+    if wanted.configuration_hash:  # a new VM's first spec has no rendered templates, so there is nothing to install
         with errors_as("Applying", ShimError):
             jobs, packages = await _install(agent, wanted)
+            # Stop supervising the services until ``start``, because their files are about to change.
             await agent.supervisor.forget()
             await agent.bundles.activate(jobs, packages)
     await agent.spec.save(wanted)
@@ -68,6 +69,9 @@ async def deploy(agent: Agent, wanted: ApplySpec) -> str:
 
 
 async def _install(agent: Agent, wanted: ApplySpec) -> tuple[list[Bundle], list[Bundle]]:
+    """Install a spec's jobs and packages. Return the jobs' bundles and the packages' bundles. If the archive with the
+    jobs is stored on this machine, it is deleted afterwards.
+    """
     settings = agent.settings.current
     jobs, packages = bundles_of(wanted)
     await agent.bundles.install([*jobs, *packages], settings.blobstore, settings.source.env.bosh.parallel)
@@ -84,9 +88,9 @@ def bundles_of(wanted: ApplySpec) -> tuple[list[Bundle], list[Bundle]]:
         source = BlobRef(blob_id=archive.blobstore_id, digest=archive.sha1 or "")
         jobs = [Bundle("job", template.name, template.version, source) for template in wanted.job.templates or []]
     packages = []
-    for each in wanted.packages.values():
-        source = BlobRef(each.blobstore_id, each.signed_url, each.blobstore_headers or {}, each.sha1)
-        packages.append(Bundle("package", each.name, each.version, source))
+    for package in wanted.packages.values():
+        source = BlobRef(package.blobstore_id, package.signed_url, package.blobstore_headers or {}, package.sha1)
+        packages.append(Bundle("package", package.name, package.version, source))
     return jobs, packages
 
 
@@ -100,6 +104,7 @@ def _resolved(settings: Effective, applied: Mapping[str, Any], wanted: Mapping[s
     """
     resolved = dict(wanted)
     for name, members in wanted.items():
+        # Like the Go agent, ignore a network that old versions of the CLI invented. It is not in the settings.
         if name == "local" and isinstance(members, dict) and members.get("ip") == "127.0.0.1":
             continue
         known = settings.source.networks.get(name)
@@ -109,7 +114,8 @@ def _resolved(settings: Effective, applied: Mapping[str, Any], wanted: Mapping[s
             continue
         reported = applied.get(name)
         if not isinstance(reported, dict) or not reported.get("ip"):
-            address = network.default_address(ipv6=known.prefix == "128")
+            is_ipv6 = known.prefix == "128"  # the prefix length of a single IPv6 address
+            address = network.default_address(ipv6=is_ipv6)
             if address is None:
                 raise ActionError(f"Resolving dynamic networks: cannot find the address of '{name}': no default route")
             reported = {"ip": address.ip, "netmask": address.netmask, "gateway": address.gateway}
@@ -118,12 +124,11 @@ def _resolved(settings: Effective, applied: Mapping[str, Any], wanted: Mapping[s
 
 
 def missing_files(agent: Agent) -> str:
-    """Describe job files that have been lost since the spec was applied, for example because they were on a tmpfs.
-
-    Return "" if none are missing.
+    """Return an error message if files of the deployed jobs have been lost, for example because they were on a tmpfs.
+    The message names one of the jobs or packages. Return "" if none are missing.
     """
     jobs, packages = bundles_of(agent.spec.current)
-    gone = agent.bundles.missing([*jobs, *packages] if jobs else [])
+    gone = agent.bundles.missing([*jobs, *packages] if jobs else [])  # without jobs, nothing uses the packages
     if not gone:
         return ""
     return f"the files of {gone[0].kind} {gone[0].name} are gone, the Director has to apply its spec again"
@@ -153,6 +158,7 @@ async def start(agent: Agent) -> str:
 
 
 async def _monit_files(agent: Agent) -> list[JobFile]:
+    """Read the monit files of the jobs in the current spec."""
     with errors_as("Configuring jobs: cannot read the monit files"):
         return await asyncio.to_thread(monit_files, agent.paths.jobs, agent.spec.current.job_names)
 
@@ -160,7 +166,7 @@ async def _monit_files(agent: Agent) -> list[JobFile]:
 def monit_files(jobs: Path, names: list[str]) -> list[JobFile]:
     """Read each job's ``monit`` and ``*.monit`` files, in the order of the spec (applier/jobs/rendered_job_applier.go).
 
-    Reading stops slightly above the file size limit, so that ``plan`` still detects and refuses a job that exceeds it.
+    Reading stops just above the size limit, so that ``plan`` can reject a job whose file is too large.
     """
     found = []
     for job in names:

@@ -27,7 +27,9 @@ class SignedLogs(msgspec.Struct, frozen=True):
 
 @action("fetch_logs", Mode.TASK)
 async def fetch_logs(agent: Agent, log_types: str, filters: list[str]) -> dict[str, str]:
-    """Upload a log archive to the blobstore (agent/action/fetch_logs.go)."""
+    """Upload a log archive to the blobstore (agent/action/fetch_logs.go). ``log_types`` is a comma-separated list of
+    ``job``, ``agent`` and ``system``.
+    """
     done = await agent.logs.send(log_types, filters, agent.settings.current.blobstore, agent.tasks.report)
     return {"blobstore_id": done.blob_id, "sha1": done.sha1}
 
@@ -53,8 +55,8 @@ async def bundle_logs(agent: Agent, request: LogBundle) -> dict[str, str]:
 
 @action("remove_file", Mode.NOW)
 async def remove_file(agent: Agent, path: str) -> str:
-    """Remove an archive that ``bundle_logs`` has created, or a file in the temporary directory, but no other file. (The
-    Go agent removes any file: agent/action/remove_file.go.)
+    """Remove an archive that ``bundle_logs`` created, or a file in the temporary directory. Refuse to remove any other
+    file. (The Go agent removes any file: agent/action/remove_file.go.)
     """
     await agent.logs.remove(path)
     return path

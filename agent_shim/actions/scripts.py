@@ -30,14 +30,14 @@ async def run_script(agent: Agent, name: str, options: ScriptOptions) -> dict[st
 
 @action("drain", Mode.TASK)
 async def drain(agent: Agent, cancelled: asyncio.Event, kind: str, wanted: ApplySpec | None = None) -> int:
-    """Drain the jobs. Always returns 0, because the agent itself waits until the jobs have drained
-    (agent/action/drain.go).
+    """Drain the jobs. ``kind`` is ``update`` (``wanted`` is then the new spec) or ``shutdown``. Always returns 0,
+    because the agent itself waits until the jobs have drained (agent/action/drain.go).
     """
     current = agent.spec.current
     arguments = drain_arguments(kind, current, wanted)
     if kind == "shutdown":
         await agent.edges.announce_shutdown()
-    await agent.supervisor.unmonitor()
+    await agent.supervisor.unmonitor()  # otherwise processes that exit during the drain would be restarted
     await record_health(agent)
     await agent.scripts.drain(current.job_names, arguments, current, wanted, cancelled)
     return 0

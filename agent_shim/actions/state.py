@@ -1,4 +1,4 @@
-"""Actions that report the agent's identity, state and tasks, that update its settings, or that shut it down."""
+"""Actions that report the agent's identity, state and tasks, update its settings, or shut it down."""
 
 from __future__ import annotations
 
@@ -92,27 +92,30 @@ async def record_health(agent: Agent) -> None:
 
 @action("update_settings", Mode.TASK, persistent=True)
 async def update_settings(agent: Agent, news: UpdateSettings) -> str:
-    """Apply new credentials, blobstores and trusted certificates without a restart (agent/action/update_settings.go).
+    """Apply new credentials, blobstores, trusted certificates and disk names without a restart
+    (agent/action/update_settings.go).
 
-    New bus credentials are stored only after a connection with them has succeeded. If they are refused, nothing
-    changes.
+    New bus credentials are stored only after a connection with them has succeeded. If they are rejected, the stored
+    settings do not change.
     """
     with errors_as("Reloading settings", SettingsError):
         await agent.settings.refreshed()
     await agent.disks.associate(news.disk_associations)
     before, after = agent.settings.current, agent.settings.merged(news)
-    # Credentials in the request take precedence over the settings. If no connection with them succeeds, the request is
-    # refused.
+    # Credentials in the request are used even if the settings contain a newer certificate. If no connection with them
+    # succeeds, the request is rejected.
     wanted = after.asked_mbus if news.mbus.cert.ca else after.mbus
     if wanted != before.mbus:
         await agent.edges.reconnect(wanted)
     await agent.settings.save_update(after.update)
-    await agent.certificates.install(news.trusted_certs)  # if installing them fails, the next boot retries it
+    await agent.certificates.install(news.trusted_certs)  # if this fails, the next boot tries again
     return "ok"
 
 
 @action("shutdown", Mode.NOW)
 async def shutdown(agent: Agent) -> str:
-    """Stop all jobs and stay idle, because a container cannot power itself off (agent/action/shutdown.go)."""
+    """Stop all jobs and stay idle, because a container cannot power itself off (agent/action/shutdown.go). The reply
+    is sent immediately, before the jobs are stopped.
+    """
     agent.edges.shut_down()
     return ""

@@ -1,6 +1,6 @@
 """Queues long actions as tasks and runs them one at a time. Each task has an id, under which its outcome is stored.
 
-Ids, states and texts match the Go agent (agent/task, agent/action/get_task.go, cancel_task.go). There are four
+Ids, states and messages match the Go agent (agent/task, agent/action/get_task.go, cancel_task.go). There are four
 differences: the queue never blocks the bus; the number, size and age of stored results are limited; the reply to
 ``get_task`` may be delayed until the task has finished; a queued task that is cancelled fails immediately.
 """
@@ -37,13 +37,15 @@ each delayed reply uses 6 KB and the bus accepts thousands of requests.
 """
 
 MAX_OUTCOME_BYTES: Final = 16 * 1024 * 1024
-"""Maximum total size of stored outcomes as JSON. The newest outcome is always kept. An errand's outcome has up to 1
-MiB.
+"""Maximum total size of stored outcomes as JSON. The newest outcome is always kept. An errand's outcome can take up
+to 1 MiB.
 """
 MAX_WAITING: Final = 10_000
-"""Maximum number of queued tasks. Further requests are refused."""
+"""Maximum number of queued tasks. Further requests are rejected."""
 MAX_JOURNAL_BYTES: Final = files.MAX_FILE_BYTES // 2
-"""Maximum total size of the requests in the journal. A larger journal could not be read back."""
+"""Maximum total size of the requests in the journal. A larger journal could not be read back. Half of the file limit is
+used, because base64 makes each request a third longer, and each entry also has an id and a method.
+"""
 
 TaskWork = Callable[[], Awaitable[Any]]
 
@@ -64,7 +66,7 @@ class Task(msgspec.Struct):
     progress: str = ""
     """Current step, for operators."""
     outcome: Any = None
-    """The value of a finished task, or the error text of a failed one."""
+    """The value of a finished task, or the error message of a failed one."""
     outcome_bytes: int = 0
     """Size of the outcome as JSON."""
     begun_at: float = 0.0
@@ -83,10 +85,10 @@ class TaskLimits(msgspec.Struct, frozen=True):
 
 
 class Tasks:
-    """The tasks that the Director has started on this agent. ``run`` executes them, and must run in a root task of the
-    daemon (``daemon/runtime.py``).
+    """The agent's tasks. The Director, job recovery and the standalone mode submit them. ``run`` executes them, and
+    must run in a root task of the daemon (``daemon/runtime.py``).
 
-    Persistent tasks are stored in the file ``journal``.
+    Persistent tasks are stored in the file ``journal``. ``hold`` is the maximum delay of a poll in seconds.
     """
 
     def __init__(self, journal: Path, *, bounds: TaskLimits = TaskLimits(), hold: float = POLL_HOLD_S) -> None:
@@ -96,18 +98,21 @@ class Tasks:
         self._tasks: dict[str, Task] = {}
         self._queue: asyncio.Queue[tuple[Task, TaskWork]] = asyncio.Queue()
         self._stored: dict[str, dict[str, str]] = {}
+        """The journal's entries for unfinished persistent tasks, by task id."""
         self._saving = asyncio.Lock()
         self._released = asyncio.Event()
+        """Set once polls are no longer delayed."""
         self._held = 0
+        """Number of polls whose replies are being delayed."""
         self.running: Task | None = None
 
     @property
     def waiting(self) -> int:
-        """Number of queued tasks, not counting the running one."""
+        """Number of queued tasks, not counting the running one. Cancelled tasks count until ``run`` discards them."""
         return self._queue.qsize()
 
     def waiting_methods(self) -> set[str]:
-        """The queued tasks' methods."""
+        """Return the methods of the queued tasks. Job recovery abandons its attempt if certain methods are queued."""
         return {task.method for task in self._tasks.values() if task.state == "running" and task is not self.running}
 
     def submit(self, method: str, work: TaskWork, *, cancelled: asyncio.Event | None = None, task_id: str = "") -> Task:
@@ -118,14 +123,14 @@ class Tasks:
         return task
 
     def require_room(self, method: str) -> None:
-        """Raise ``ActionError`` if a request must be refused because the queue is full."""
+        """Raise ``ActionError`` if a request must be rejected because the queue is full."""
         if (waiting := self._queue.qsize()) >= MAX_WAITING:
             raise ActionError(f"cannot queue {method}: {waiting} tasks are already queued; try again later")
 
     async def submit_persistent(self, method: str, work: TaskWork, request: bytes) -> Task:
         """Queue a task and store its request in ``tasks.json``, so that it survives an agent restart under the same id.
 
-        Raises ``ActionError`` if the queue is full.
+        Raises ``ActionError`` if the queue or the journal is full.
         """
         self.require_room(method)
         if sum(len(entry["Payload"]) for entry in self._stored.values()) + len(request) > MAX_JOURNAL_BYTES:
@@ -136,8 +141,8 @@ class Tasks:
         return self.submit(method, work, task_id=task_id)
 
     async def resume(self, resumed: Mapping[str, Callable[[bytes], TaskWork]]) -> None:
-        """Queue an earlier agent process's persistent tasks under their old ids. Tasks with an unknown method are
-        dropped.
+        """Queue an earlier agent process's persistent tasks under their old ids. Tasks with an unknown method or an
+        unreadable request are dropped.
 
         If a task has been resumed before without finishing, it fails, because the request may be what crashed the
         agent.
@@ -158,7 +163,10 @@ class Tasks:
             logger.info("resuming task %s (%s) after a restart", task_id, method)
 
     async def poll(self, task_id: str) -> Task:
-        """Return the task. If it is still running, first wait up to ``POLL_HOLD_S`` for it to finish."""
+        """Return the task. If it is still running, first wait for it to finish, but at most ``hold`` seconds.
+
+        Returns immediately if too many polls are already waiting, or after ``release_polls``.
+        """
         task = self.find(task_id)
         if task.state == "running" and not self._released.is_set() and self._held < MAX_HELD:
             self._held += 1
@@ -175,6 +183,7 @@ class Tasks:
         self._released.set()
 
     def find(self, task_id: str) -> Task:
+        """Return a task. Raises ``TaskNotFoundError`` if the id is unknown or the task's outcome has been forgotten."""
         try:
             return self._tasks[task_id]
         except KeyError:
@@ -199,7 +208,7 @@ class Tasks:
             self.running.progress = progress
 
     async def run(self, failure: Callable[[str, BaseException], str]) -> None:
-        """Run tasks one at a time, in order of arrival, until cancelled. ``failure`` returns the error text for an
+        """Run tasks one at a time, in order of arrival, until cancelled. ``failure`` returns the error message for an
         exception.
         """
         try:
@@ -212,19 +221,21 @@ class Tasks:
             raise
 
     async def _run_next(self, failure: Callable[[str, BaseException], str]) -> None:
+        """Wait for the next task, run it, and store its outcome."""
         task, work = await self._queue.get()
         if task.state != "running":  # the task was cancelled while it was in the queue
             return
         self.running = task
         task.begun_at = time.monotonic()
-        if task.is_resumed:
+        if task.is_resumed:  # if this task crashes the agent again, the next agent must not retry it
             self._stored[task.id]["Begun"] = "again"
             await self._save()
         try:
             state, outcome = "done", await work()
+            # Only the size is used, but if the outcome cannot be encoded, the task must fail here.
             content = msgspec.json.encode(outcome)
         except asyncio.CancelledError as exc:
-            if is_asked_to_end():
+            if is_asked_to_end():  # the agent is exiting; otherwise only the work was cancelled
                 raise
             state, outcome, content = "failed", failure(task.method, exc), b""
         except Exception as exc:  # noqa: BLE001 - the queue survives any failure of a task
@@ -236,21 +247,29 @@ class Tasks:
         task.outcome_bytes = len(content)
         self._finish(task, state, outcome)
         self.running = None
+        self._forget_old_outcomes()
+
+    def _forget_old_outcomes(self) -> None:
+        """Forget the oldest finished tasks until the limits on stored outcomes are met. The newest outcome alone may
+        exceed the size limit.
+        """
         ended = [task for task in self._tasks.values() if task.state != "running"]
         ended.sort(key=lambda task: task.ended_at, reverse=True)
-        sizes, horizon = accumulate(task.outcome_bytes for task in ended), time.monotonic() - self._bounds.age
-        for newer, (task, size) in enumerate(zip(ended, sizes, strict=True)):
-            is_much = newer >= self._bounds.number or (newer > 0 and size > self._bounds.size)
-            if is_much or task.ended_at < horizon:
+        total_sizes = accumulate(task.outcome_bytes for task in ended)
+        horizon = time.monotonic() - self._bounds.age
+        for newer, (task, total_size) in enumerate(zip(ended, total_sizes, strict=True)):
+            is_excess = newer >= self._bounds.number or (newer > 0 and total_size > self._bounds.size)
+            if is_excess or task.ended_at < horizon:
                 del self._tasks[task.id]
 
     def _finish(self, task: Task, state: str, outcome: Any) -> None:
         task.state, task.outcome = state, outcome
         task.ended_at = time.monotonic()
         task.ended.set()
-        task.cancelled = None
+        task.cancelled = None  # a finished task cannot be cancelled
 
     async def _save(self) -> None:
+        """Write the journal, or remove it if there are no persistent tasks. A failure is only logged."""
         async with self._saving:  # one writer at a time, so that the newest content is written last
             try:
                 if self._stored:
@@ -263,6 +282,7 @@ class Tasks:
 
 
 async def _give_up() -> None:
+    """Raise ``ActionError``. Runs instead of the work of a task that has already been resumed once."""
     raise ActionError("two agents have exited while running it, so it is not tried again")
 
 

@@ -49,6 +49,9 @@ GO_AGENT_PASSWORD: Final = "random-password"  # noqa: S105 - this password is pu
 RUN: Final = Path("/run")
 """The system daemons' run-time directory. It is an emptyDir if the root file system is read-only."""
 
+MIN_FREE_BYTES: Final = 1 << 20
+"""Free space on the data volume below which the boot logs a warning."""
+
 NOT_ROOT: Final = "needs root and the base directory /var/vcap"
 
 
@@ -69,7 +72,9 @@ class Step(msgspec.Struct, frozen=True):
 
 
 async def boot(steps: list[Step]) -> None:
-    """Run the steps in order and log each outcome. Raises ``BootError`` if a vital step fails."""
+    """Run the steps in order and log each outcome. Raises ``BootError`` if a vital step fails. If any other
+    step fails, it is logged as skipped, with its error as the reason.
+    """
     for step in steps:
         begun_at = time.monotonic()
         try:
@@ -84,7 +89,9 @@ async def boot(steps: list[Step]) -> None:
 
 
 def directories(paths: Paths) -> list[tuple[Path, int, str | None]]:
-    """Return the directories to create, with the modes and owners that the Go agent gives them during its bootstrap."""
+    """Return the directories to create, with the modes and owners that the Go agent gives them during its bootstrap. If
+    the owner is None, it is not changed.
+    """
     own = "root:root" if paths.is_system else None
     shared = paths.shared_owner
     return [
@@ -129,10 +136,9 @@ def make_tree(paths: Paths) -> None:
             except HostError as exc:
                 logger.warning("%s: jobs may replace programs that root runs", exc)
     for path, mode, owner in directories(paths):
-        if path == paths.data and path.is_dir():
+        if path == paths.data and path.is_dir():  # a volume keeps its mode, except for the changes above
             continue
-        # The agent's run directory is in sys/run, where all users may create entries, so a job may have created it
-        # first.
+        # The agent's run directory is in sys/run, where all users may create entries, so a job may have created it.
         make = files.make_own_dir if path == paths.shim_run else files.make_dir
         make(path, mode, owner)
     if not paths.sys.is_symlink() or paths.sys.readlink() != paths.data_sys:
@@ -148,7 +154,7 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
     paths, settings = agent.paths, agent.settings.current
     bosh = settings.source.env.bosh
 
-    async def left() -> str:
+    async def omitted() -> str:
         return "it belongs to the container runtime"
 
     async def refused() -> str | None:
@@ -167,8 +173,8 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
         return await agent.disks.problem() or None
 
     def as_root(run: Callable[..., Awaitable[str | None]], *arguments: Any, **options: Any) -> Run:
-        """Return a step function that calls ``run`` with these arguments if the agent is root in a container and its
-        base is /var/vcap, and otherwise skips the step.
+        """Return a step function that calls ``run`` with ``arguments`` and ``options`` if ``owns_system`` is True, and
+        does nothing otherwise.
         """
 
         async def checked() -> str | None:
@@ -179,9 +185,10 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
     password = bosh.password or NO_PASSWORD
     tools = partial(bosh_env.remove_listed, paths.dev_tools_list, is_wanted=bosh.remove_dev_tools)
     libraries = partial(bosh_env.remove_listed, paths.static_libraries_list, is_wanted=bosh.remove_static_libraries)
+    # Try only once, because job recovery waits for this step.
     authorities = partial(agent.certificates.install, settings.update.trusted_certs, tries=1)
     return [
-        *(Step(name, left) for name in LEFT_TO_THE_CONTAINER),
+        *(Step(name, omitted) for name in LEFT_TO_THE_CONTAINER),
         Step("own names", partial(agent.dns.name_self, settings.agent_id)),
         Step("authorized keys", as_root(_authorize_keys, agent, bosh.authorized_keys), late=True),
         Step("passwords", as_root(agent.users.set_passwords, password, keep_root=bosh.keep_root_password), late=True),
@@ -209,6 +216,7 @@ def steps(agent: Agent, recovery: JobRecovery, *, monit_password: str = "") -> l
 
 
 async def _authorize_keys(agent: Agent, keys: list[str]) -> str | None:
+    """Boot step: allow SSH logins as vcap with any of the ``keys``."""
     if not keys:
         return "no keys in the settings"
     await agent.users.authorize_vcap(keys)
@@ -228,22 +236,26 @@ async def _put_in_memory(paths: Paths, bosh: BoshEnv) -> str | None:
         return "none are requested"
     for path, size in wanted.items():
         await asyncio.to_thread(_mount_tmpfs, path, size, paths.shim_run)
-    await asyncio.to_thread(make_tree, paths)
+    await asyncio.to_thread(make_tree, paths)  # the new mounts hide the directories created before
     return None
 
 
 def _mount_tmpfs(path: Path, size: str, shim_run: Path) -> None:
-    """Mount a tmpfs on a directory unless it is already a mount point. The agent's own run files stay visible."""
+    """Mount a tmpfs of ``size`` (such as ``16m``) on a directory unless it is already a mount point. The agent's own
+    run files stay visible.
+    """
     if mounts.is_mount_point(path):
         return
-    with closing(os.open(shim_run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as held:
+    # Keep ``shim_run`` open, because the tmpfs may cover it.
+    with closing(os.open(shim_run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as covered:
         mounts.mount_tmpfs(path, f"size={size},mode=0750")
         if shim_run.is_relative_to(path):
             files.make_dir(shim_run, 0o700)
-            mounts.bind(Path(f"/proc/self/fd/{held}"), shim_run)
+            mounts.bind(Path(f"/proc/self/fd/{covered}"), shim_run)
 
 
 async def _write_time_servers(paths: Paths, servers: list[str]) -> str | None:
+    """Boot step: write the names of the time servers to the file in which the Go agent stores them."""
     if not servers:
         return "no servers in the settings"
     await asyncio.to_thread(files.write_atomic, paths.bosh_etc / "ntpserver", " ".join(servers).encode())
@@ -256,7 +268,7 @@ def _kill_one_process(paths: Paths) -> str | None:
 
     This works only if the container's cgroup is writable, as in privileged pods. An agent that is not root can also do
     this if the runtime delegates the cgroup to it (runc with ``cgroup_writable``), because ``memory.oom.group`` is one
-    of the files that are delegated (/sys/kernel/cgroup/delegate).
+    of the delegated files (/sys/kernel/cgroup/delegate).
     """
     if not paths.is_system:
         return "needs the base directory /var/vcap"
@@ -269,21 +281,23 @@ def _kill_one_process(paths: Paths) -> str | None:
 
 
 def _make_temporary_files(paths: Paths) -> None:
+    """Boot step: create the directories for temporary and run-time files, or correct their modes and owners."""
     for path in (Path("/tmp"), Path("/var/tmp")):  # noqa: S108 - the function creates these directories
         files.make_dir(path, 0o1777, paths.shared_owner)
     files.make_dir(RUN, 0o755, "root:root")
 
 
 async def _write_monit_user(paths: Paths, password: str) -> str | None:
-    """Boot step: write monit's user and password. Unless ``password`` is given, an existing password is kept, because
-    running jobs read it when they started. Return the reason if nothing was written, or None.
+    """Boot step: write monit's user and password. If ``password`` is "", an existing password is kept, because running
+    jobs read it when they started. However, the Go agent's password is replaced by a random one, because it is publicly
+    known. Return the reason if nothing was written, or None.
     """
     try:
         found = (await asyncio.to_thread(files.read, paths.monit_user, is_own=True)).decode()
     except (OSError, ValueError):
         found = ""
-    is_known = found.startswith("vcap:") and found.removeprefix("vcap:").strip() not in ("", GO_AGENT_PASSWORD)
-    if is_known and not password:
+    has_own_password = found.startswith("vcap:") and found.removeprefix("vcap:").strip() not in ("", GO_AGENT_PASSWORD)
+    if has_own_password and not password:
         return "it exists"
     line = f"vcap:{password or secrets.token_hex(16)}\n"
     await asyncio.to_thread(files.write_atomic, paths.monit_user, line.encode(), mode=0o600)
@@ -299,13 +313,17 @@ async def _restore_instance(agent: Agent) -> str | None:
         return "the root file system is not new"
     jobs, packages = bundles_of(spec)
     gone = agent.bundles.missing([*jobs, *packages])
-    jobs, packages = ([each for each in bundles if each not in gone] for bundles in (jobs, packages))
-    await agent.bundles.link(jobs, packages)
+    present_jobs = [job for job in jobs if job not in gone]
+    present_packages = [package for package in packages if package not in gone]
+    await agent.bundles.link(present_jobs, present_packages)
     await asyncio.to_thread(agent.spec.write_instance_files)
     return None
 
 
 async def _make_job_directories(agent: Agent) -> str | None:
+    """Boot step: create the deployed jobs' log, run and data directories. Return the reason if there are no jobs, or
+    None.
+    """
     if not agent.spec.current.jobs:
         return "nothing is deployed yet"
     await agent.bundles.make_job_dirs(agent.spec.current.job_names)
@@ -313,9 +331,7 @@ async def _make_job_directories(agent: Agent) -> str | None:
 
 
 def owns_system(paths: Paths) -> bool:
-    """Return True if the agent is root in a container and its base is /var/vcap. Only then may it change users and
-    /tmp.
-    """
+    """Return True if the agent is root and its base is /var/vcap. Only then may it change users and /tmp."""
     return paths.is_system and os.geteuid() == 0
 
 
@@ -323,14 +339,11 @@ def tree_step(paths: Paths) -> Step:
     """Return the boot step that creates the directories. It runs before the settings are known."""
 
     async def tree() -> str | None:
-        try:
-            await asyncio.to_thread(make_tree, paths)
-            # Remove temporary files before the agent writes any. The existing ones were left behind by a killed agent.
-            await asyncio.to_thread(files.sweep, [paths.bosh, paths.mirror, paths.monit, paths.instance])
-        except HostError as exc:
-            raise BootError(f"cannot boot: {exc}") from exc
+        await asyncio.to_thread(make_tree, paths)
+        # Remove temporary files before the agent writes any. The existing ones were left behind by a killed agent.
+        await asyncio.to_thread(files.sweep, [paths.bosh, paths.mirror, paths.monit, paths.instance])
         free = shutil.disk_usage(paths.data).free
-        if free < 1 << 20:
+        if free < MIN_FREE_BYTES:
             logger.warning("%s has %d bytes free", paths.data, free)
         return None
 

@@ -2,7 +2,7 @@
 
 The files below ``bosh`` already have the Go agent's names and formats. ``hand_back`` removes files that would become
 wrong or misleading. The markers on disks and the state backup are removed because the Go agent would not update them.
-The monit files of stopped jobs are removed because monit would start these jobs, according to its own, older state.
+The monit files of stopped jobs are removed because monit, whose own state is older, would start these jobs.
 Afterwards, logrotate rotates the job logs again.
 """
 
@@ -48,17 +48,20 @@ def hand_back(paths: Paths) -> list[str]:
                 "agent once and repeat this"
             )
         known = _known_disks(paths)
-        said = [*_jobs(paths, saved), *_disks(paths, known), *_firewall(paths)]
+        report = [*_jobs(paths, saved), *_disks(paths, known), *_firewall(paths)]
         rotation.enable_rule(paths.logrotate_rule)
         files.remove_tree(paths.shut_down)
         files.remove_tree(paths.former_mbus)
         files.remove_tree(paths.shim_run)
         keeper.release_all(paths.keepers)
         state_backup.forget(paths)
-    return [*said, READY]
+    return [*report, READY]
 
 
 def _jobs(paths: Paths, saved: Saved | None) -> Iterator[str]:
+    """Remove the agent's monit files and, unless the jobs are stopped, write new ones for monit. Yield a line for the
+    report about each service.
+    """
     if saved is None:
         yield "no jobs were supervised"
         return
@@ -75,19 +78,22 @@ def _jobs(paths: Paths, saved: Saved | None) -> Iterator[str]:
 
 
 def _job(spec: ProcessSpec, known: tuple[int, int] | None) -> str:
-    """Describe how monit will treat a process."""
+    """Describe how monit will treat a service's process. ``known`` is the process's pid and start time, or None if it
+    was not running.
+    """
     found = proc.stat(known[0]) if known else None
     if known is None or found is None or found.identity != known or not found.is_alive:
         return f"{spec.name} does not run: monit will start it"
     pidfile = read_pidfile(spec.pidfile) if spec.pidfile else None
     if spec.pidfile is not None and (pidfile is None or pidfile.pid != found.pid):
         return f"{spec.name} runs with pid {found.pid}, not the one in {spec.pidfile}: monit will start a second one"
-    if spec.start_call is not None:
+    if spec.start_call is not None:  # the agent itself started this bpm process, without runc
         return f"{spec.name} runs with pid {found.pid}, without runc: the release's bpm cannot stop it, so you have to"
     return f"{spec.name} keeps running with pid {found.pid}"
 
 
 def _known_disks(paths: Paths) -> Mapping[str, hints.DiskSettings]:
+    """Return the persistent disks' settings by cid. Raises ``HostError`` if the stored settings cannot be read."""
     try:
         source = settings.parse(files.read(paths.settings_cache, is_own=True), origin=str(paths.settings_cache))
     except FileNotFoundError:
@@ -113,9 +119,9 @@ def _disks(paths: Paths, known: Mapping[str, hints.DiskSettings]) -> Iterator[st
 
 
 def _firewall(paths: Paths) -> Iterator[str]:
-    """Remove the agent's nftables table, and yield a line for the report if that fails. The Go agent has its own table
-    and would not update this one. If the bus addresses changed later, this table would still block jobs from the old
-    addresses.
+    """Remove agent-shim's nftables table, and yield a line for the report if that fails. The Go agent would not update
+    the table, because it has its own. If the bus addresses changed later, agent-shim's table would still block jobs
+    from the old addresses.
     """
     if paths.is_system and nftables.is_installed():
         try:

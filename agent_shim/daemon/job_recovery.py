@@ -58,16 +58,19 @@ class JobRecovery:
         self._alert = alert
         self._pace = pace
         self._reported = ""
+        """The last obstacle that was reported as an alert."""
 
     async def begin(self) -> str | None:
-        """Adopt running processes and start missing ones. Return the reason if starting has to wait, or None."""
+        """Boot step: adopt running processes and start missing ones. Return the reason if the start has to wait, or
+        None.
+        """
         agent = self._agent
         obstacle = await self._find_obstacle()
         if obstacle or not agent.state_backup.is_prepared:
             agent.supervisor.hold(obstacle)
         if not await agent.supervisor.recover(root_is_new=agent.state_backup.root_is_new):
             await self._take_over()
-        if not agent.supervisor.is_wanted:
+        if not agent.supervisor.is_wanted:  # there is nothing to start, so do not report the jobs as failing
             agent.supervisor.end_hold()
         if not agent.supervisor.is_held:
             return None
@@ -84,8 +87,8 @@ class JobRecovery:
         """
         agent = self._agent
         monit, state = agent.paths.monit_job, agent.paths.supervisor_state
-        is_ours = agent.state_backup.root_is_new
-        if not is_ours and not await asyncio.to_thread(lambda: any(monit.glob("*.monitrc")) or state.exists()):
+        is_restored = agent.state_backup.root_is_new
+        if not is_restored and not await asyncio.to_thread(lambda: any(monit.glob("*.monitrc")) or state.exists()):
             return
         files = await asyncio.to_thread(monit_files, agent.paths.jobs, agent.spec.current.job_names)
         logger.info("taking over the processes of %d jobs", len(agent.spec.current.job_names))
@@ -93,6 +96,7 @@ class JobRecovery:
         for service in agent.supervisor.services():
             agent.supervisor.trust_pidfile(service.process.name)
         if not await asyncio.to_thread(agent.paths.stopped_marker.exists):
+            # Nobody is waiting for the result of this start, so start the jobs even if the start cannot be saved.
             await agent.supervisor.start(is_asked=False)
 
     async def run(self) -> None:
@@ -108,7 +112,7 @@ class JobRecovery:
 
     async def _attempt(self) -> None:
         """Try once to start the jobs. This runs as a task in the queue, so that it never runs at the same time as one
-        of the Director's tasks.
+        of the Director's tasks. If such a task has stopped or started the jobs in the meantime, only end the hold.
         """
         agent = self._agent
         try:
@@ -124,14 +128,15 @@ class JobRecovery:
             self._record_obstacle(str(exc))
 
     async def _find_obstacle(self) -> str:
+        """Return the reason why the jobs cannot be started, or ""."""
         state = self._agent.state_backup
         if state.root_is_new and state.unwritable:
             return f"the state of this instance may be out of date: {state.unwritable}"
         return missing_files(self._agent) or await self._agent.disks.problem()
 
     def _record_obstacle(self, obstacle: str) -> None:
-        """Hold the jobs back and record the obstacle, which is "" while the start is merely being prepared. A new
-        obstacle is logged and reported as an alert once.
+        """Hold the jobs back and record the obstacle. ``obstacle`` is "" while the start is merely being prepared. Each
+        new obstacle is logged once and reported in one alert.
         """
         self.obstacle = obstacle
         self._agent.supervisor.hold(obstacle)
@@ -141,7 +146,9 @@ class JobRecovery:
             self._alert(Event("agent", "Execution failed", "alert", f"cannot start the jobs: {obstacle}"))
 
     async def _pre_start(self) -> bool:
-        """Run pre-start scripts if they are due. Return False if a request from the Director takes precedence."""
+        """Run pre-start scripts if they are due. Return False if a request from the Director takes precedence, in which
+        case the scripts are terminated.
+        """
         agent = self._agent
         if agent.state_backup.is_prepared:
             return True
@@ -151,8 +158,9 @@ class JobRecovery:
         try:
             while not running.done():
                 await asyncio.wait({running}, timeout=self._pace.look)
-                is_free = GO_FIRST.isdisjoint(agent.tasks.waiting_methods())
-                if not running.done() and not (agent.supervisor.is_held and is_free):
+                is_preempted = not GO_FIRST.isdisjoint(agent.tasks.waiting_methods())
+                # The hold ends when the Director starts the jobs.
+                if not running.done() and (is_preempted or not agent.supervisor.is_held):
                     return False
             with errors_as("pre-start", ActionError):
                 running.result()
@@ -166,14 +174,16 @@ def jobs_live(paths: Paths) -> bool:
     """Return True if a process that an agent started or watched for a job is still alive in this container. This
     function blocks.
 
-    In a new container, the result is always False.
+    In a new container, the result is always False. ``StateBackup.begin`` uses the result to recognize a container in
+    which only the agent has restarted.
     """
     saved = read_saved(paths.supervisor_state)
     if saved is not None and saved.incarnation == proc.incarnation() != "":
-        records = [service.processes for service in saved.services.values()]
-        recorded = {each for one in records for each in (one.known, one.program, *one.others) if each is not None}
-        if any(map(proc.is_there, recorded)):
-            return True
+        for service in saved.services.values():
+            record = service.processes
+            for identity in (record.known, record.program, *record.others):
+                if identity is not None and proc.is_there(identity):
+                    return True
     return bool(keeper.living(paths.keepers))
 
 

@@ -92,6 +92,7 @@ def _show_as_vcap(paths: Paths) -> str:
 
 
 def _read_config(path: Path | None, unknown: list[str]) -> settings.AgentConfig:
+    """Read agent.json, or return the defaults if ``path`` is None. Unknown keys are appended to ``unknown``."""
     if path is None:
         return settings.AgentConfig()
     try:
@@ -101,7 +102,7 @@ def _read_config(path: Path | None, unknown: list[str]) -> settings.AgentConfig:
 
 
 class Daemon:
-    """The state of the daemon process."""
+    """The daemon of ``agent-shim run``. It waits for the settings and then creates the ``Runtime``."""
 
     def __init__(self, options: RunOptions, config: settings.AgentConfig) -> None:
         self._options = options
@@ -125,6 +126,7 @@ class Daemon:
         """Boot, answer requests, and exit on SIGTERM or SIGINT, leaving the jobs running.
 
         As PID 1 in a container, the daemon first stops the jobs in order, because the container stops when PID 1 exits.
+        Return the exit code, which is 1 if this stop was not clean.
         """
         process.default_signals()
         process.disable_core_dumps()
@@ -133,7 +135,7 @@ class Daemon:
         loop.set_default_executor(blocking.pool(THREADS))
         for number in (signal.SIGTERM, signal.SIGINT):
             process.on_signal(number, self._signalled)
-        for number, steps in ((signal.SIGUSR1, -1), (signal.SIGUSR2, 1)):
+        for number, steps in ((signal.SIGUSR1, -1), (signal.SIGUSR2, 1)):  # SIGUSR1 logs more, SIGUSR2 less
             loop.add_signal_handler(number, log.turn, steps)
         http = self._options.http or self._config.shim.http
         with exclusive_agent(self._paths, "start"), watchdog.watching(self._systemd.beat, self._systemd.period):
@@ -145,34 +147,45 @@ class Daemon:
         return 1 if stop is not None and stop.reasons else 0
 
     async def _serve_alone(self) -> None:
-        jobs_live, former = (
-            partial(job_recovery.jobs_live, self._paths),
-            self._leases.former.get(self._paths.mirror, ""),
-        )
-        await asyncio.to_thread(self._state_backup.begin, jobs_live, former)
+        """Serve until stopped, now that no other agent uses the data volume. The leases are kept if processes are left
+        running, because these processes may still use the volumes.
+        """
+        # The state backup uses these two values to find out whether this container is new, and whether the backup
+        # belongs to this agent.
+        jobs_live = partial(job_recovery.jobs_live, self._paths)
+        former_holder = self._leases.former.get(self._paths.mirror, "")
+        await asyncio.to_thread(self._state_backup.begin, jobs_live, former_holder)
         await boot.boot([boot.tree_step(self._paths)])
         with reaper.reaping():
             async with control_server.listening(self._paths.control_socket, self._answer_operator):
-                self._systemd.ready()
+                self._systemd.ready()  # without waiting for the settings, because they may never arrive
                 await self._run_until_stopped()
         if self._live is None or not self._live.agent.supervisor.leaves_processes:
             await asyncio.to_thread(self._leases.release_all)
 
     async def _without_rival(self, find: Callable[[], str]) -> None:
-        """Wait until no other agent uses the volumes. Until then, write nothing and do not answer requests."""
-        said = ""
+        """Wait until ``find`` returns "", which means that no other agent uses the volumes any more. Until then, write
+        nothing and do not answer requests.
+        """
+        logged = ""
         while rival := await asyncio.to_thread(find):
             self._stage = f"waiting until another agent ends: {rival}"
-            if rival != said:
+            if rival != logged:
                 logger.error("%s", self._phase)
-                said = rival
+                logged = rival
             await asyncio.sleep(RIVAL_POLL_S)
 
     def _rival_on_data(self) -> str:
-        rival = self._leases.hold(self._paths.mirror)
+        """Try once to acquire the lease on the data volume. Return a message about the agent that holds it, or "" on
+        success. This function blocks.
+        """
+        rival = self._leases.hold(self._paths.mirror)  # ``mirror`` is the agent's directory on the data volume
         return rival and f"{self._paths.data} is in use by {rival}"
 
     def _signalled(self) -> None:
+        """Handle SIGTERM or SIGINT. PID 1 stops the jobs in order, and a second signal cuts the scripts short. In all
+        other cases, the agent exits and leaves the jobs running.
+        """
         live = self._live
         if os.getpid() != 1 or live is None or not live.is_booted:
             self._systemd.stopping()
@@ -180,12 +193,14 @@ class Daemon:
         elif live.endings.orderly_stop is not None:
             live.endings.orderly_stop.hurry.set()
         else:
-            # The container is killed at the end of the grace period. Leave one second of the period for the agent's
-            # exit.
+            # The container is killed at the end of the grace period. Leave its last second for the agent's exit.
             stopping = live.endings.begin_orderly_stop(max(1.0, self._config.shim.grace - 1))
             stopping.add_done_callback(lambda _: self._stop.set())
 
     async def _run_until_stopped(self) -> None:
+        """Wait for the settings, restore the backup, and wait until no other agent with the same ``agent_id`` uses this
+        agent's disks. Then run the agent or, if the Director has shut it down, stay idle.
+        """
         store = await asyncio.to_thread(self._settings_store)
         self._stage = "waiting for settings"
         if not await until_stopped(store.wait(), self._stop):
@@ -195,6 +210,7 @@ class Daemon:
         find_twin = partial(job_recovery.twin, self._leases, self._paths, store.current.source)
         if not await until_stopped(self._without_rival(find_twin), self._stop):
             return
+        # Read the settings again, because restoring the backup may have changed them.
         if not await until_stopped(store.wait(), self._stop):
             return
         if await asyncio.to_thread(_was_shut_down, self._paths, store.current.agent_id):
@@ -216,6 +232,7 @@ class Daemon:
         await self._live.serve()
 
     def _settings_store(self) -> SettingsStore:
+        """Return the settings store. Without a Director, first write the settings file that the store reads."""
         if not self._config.shim.spec:
             return SettingsStore(self._paths, self._config.settings_files(self._paths))
         from agent_shim.daemon import standalone  # imported late, because most agents have a Director
@@ -226,35 +243,41 @@ class Daemon:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def _readings(self) -> metrics.Readings:
+        """Return the current values of all metrics, or no values while there is no ``Runtime``."""
         return metrics.Readings() if self._live is None else status_report.readings(self._live)
 
     def _ready(self, level: str) -> tuple[bool, str]:
+        """Return whether the agent is ready, and the reason (``status_report.readiness``)."""
         return (False, self._phase) if self._live is None else status_report.readiness(self._live, level)
 
     async def _answer_operator(self, request: dict[str, Any], line: bytes, peer: control_server.Peer) -> bytes:
+        """Answer a request on the control socket: either an action, as the Director would send it, or a command."""
         live, begun_at = self._live, time.monotonic()
         caller = f"operator.uid-{peer.uid}.pid-{peer.pid}"
         if "method" in request and live is not None and live.is_booted:
-            asked = msgspec.structs.replace(wire.decode_request(line), reply_to=caller)
-            return await live.dispatcher.reply(asked, line, limit=None)
-        answer = await self._obey(request)
+            action = msgspec.structs.replace(wire.decode_request(line), reply_to=caller)
+            return await live.dispatcher.reply(action, line, limit=None)
+        answer = await self._run_command(request)
         if (order := _order(request)) is not None:
+            # ``_run_command`` and ``monit_api`` report a failure as ``exception``, and ``bpm_api`` as ``error``.
             result = "failed" if answer.startswith((b'{"exception"', b'{"error"')) else "done"
             dispatch.write_audit(order, result, begun_at, caller=caller)
         return answer
 
-    async def _obey(self, request: dict[str, Any]) -> bytes:
+    async def _run_command(self, request: dict[str, Any]) -> bytes:
+        """Run an operator's command and return the reply, which is an error if the command is not possible yet."""
         live = self._live
         match request:
             case {"command": "status"}:
                 uptime = int(time.monotonic() - self._begun_at)
                 return msgspec.json.encode(await status_report.status(live, self._phase, uptime))
             case {"command": "probe"}:
-                ok, reason = self._ready("")
+                ok, reason = self._ready("jobs")
                 return msgspec.json.encode({"ok": ok, "reason": reason})
             case {"command": "drain"} if live is None:
                 return msgspec.json.encode({"clean": True, "summary": f"nothing to stop: the agent is {self._phase}"})
             case {"command": "drain", "timeout": grace} if live is not None and live.is_booted:
+                # ``hurry`` applies only to a stop that is already in progress.
                 if request.get("hurry") and live.endings.orderly_stop is not None:
                     live.endings.orderly_stop.hurry.set()
                 await live.endings.begin_orderly_stop(float(grace if grace is not None else self._config.shim.grace))
@@ -269,7 +292,7 @@ class Daemon:
 
 
 def _was_shut_down(paths: Paths, agent_id: str) -> bool:
-    """Return True if the Director has sent ``shutdown`` to this agent_id."""
+    """Return True if the Director has sent ``shutdown`` to the agent with this ``agent_id``."""
     try:
         return files.read(paths.shut_down, is_own=True) == agent_id.encode()
     except OSError:

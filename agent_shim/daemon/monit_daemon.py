@@ -1,8 +1,8 @@
 """Runs only the supervisor, as a replacement for monit under another agent: ``agent-shim monit -c MONITRC``.
 
-It reads monit's control file and job files, serves monit's HTTP interface, emails events, and behaves like monit under
-runit and systemd: when it exits, jobs keep running, and the next daemon adopts them. Monit's own state file (state.c)
-is updated too, so that monit knows which services are monitored if it takes over again.
+The daemon reads monit's control file and job files, serves monit's HTTP interface, and emails alerts. Like monit, it
+leaves the jobs running when it exits, and the next daemon adopts them. Monit's own state file (state.c) is updated too,
+so that monit knows which services are monitored if it takes over again.
 """
 
 from __future__ import annotations
@@ -44,11 +44,14 @@ NAME: Final = "monit"
 THREADS: Final = 4
 ANY: Final = "0.0.0.0"  # noqa: S104 - monit's default if the control file names no address
 _COUNT: Final = struct.Struct("i")
+"""The header of monit 5.2.5's state file, which contains the number of entries."""
 _STATE: Final = struct.Struct("256s4iQ")
-"""An entry of monit 5.2.5's state file (``State_T``): name, mode, starts, cycles, monitored (0 if not), error."""
+"""An entry of monit 5.2.5's state file (``State_T``): name (at most 255 bytes and a NUL), mode, starts, cycles,
+monitored (0 if not), error.
+"""
 RETRY_S: Final = 0.5
 QUEUE: Final = "agent_shim.json"
-"""Name of the file with unsent mails in the directory named by ``set eventqueue``."""
+"""Name of the file with unsent emails in the directory named by ``set eventqueue``."""
 
 
 class MonitDaemonOptions(msgspec.Struct, frozen=True):
@@ -76,7 +79,7 @@ def main(options: MonitDaemonOptions) -> int:
 
 
 class MonitDaemon:
-    """The state of the daemon process."""
+    """The daemon of ``agent-shim monit``."""
 
     def __init__(self, options: MonitDaemonOptions, control: control_file.Control) -> None:
         self._options, self._paths = options, options.paths
@@ -96,7 +99,7 @@ class MonitDaemon:
             on_saved=self._write_state_of_monit,
         )
         self._alerts = alerts.Alerts(
-            "",
+            "",  # no agent id is needed, because it occurs only in a bus subject, and these alerts are emails
             lambda _, message: mail.deliver(self._control, message),
             encode=lambda *event: mail.compose(self._control, *event),
         )
@@ -123,7 +126,7 @@ class MonitDaemon:
             stack.enter_context(exclusive_agent(self._paths, "start"))
             stack.enter_context(watchdog.watching(systemd.beat, systemd.period))
             if self._options.http != "off":
-                await stack.enter_async_context(self._observed())
+                await stack.enter_async_context(self._serving_metrics())
             stack.enter_context(reaper.reaping())
             files.write_atomic(control.pidfile, b"%d\n" % os.getpid(), is_synced=False)
             stack.callback(control.pidfile.unlink, missing_ok=True)
@@ -131,11 +134,11 @@ class MonitDaemon:
             await stack.enter_async_context(control_server.listening(self._paths.control_socket, self._answer_operator))
             systemd.ready()
             async with asyncio.TaskGroup() as group:
-                beside = [group.create_task(self._supervisor.run(), name="supervisor")]
-                works = {"mails": self._alerts.run, "mails that wait": self._retry_mails}
-                beside += [group.create_task(run_forever(name, run), name=name) for name, run in works.items()]
+                tasks = [group.create_task(self._supervisor.run(), name="supervisor")]
+                for name, run in {"mails": self._alerts.run, "mails that wait": self._retry_mails}.items():
+                    tasks.append(group.create_task(run_forever(name, run), name=name))
                 await self._serve_control_file()
-                for task in beside:
+                for task in tasks:
                     task.cancel()
         return 0
 
@@ -143,7 +146,7 @@ class MonitDaemon:
         """Serve the HTTP interface that the control file configures, and supervise the jobs in its files. After each
         reload request, read all these files again.
         """
-        self._supervisor.hold()
+        self._supervisor.hold()  # ``_take_files`` ends the hold
         known = {} if await self._supervisor.recover() else await asyncio.to_thread(self._monitored_by_monit)
         await is_set_within(self._control.start_delay, self._stop)
         action = "start"
@@ -153,7 +156,7 @@ class MonitDaemon:
                 await self._take_files(known)
                 name = f"system_{socket.gethostname()}"
                 self._notify(Event(name, "Monit instance changed", action, f"Monit {action}ed"))
-            # Unless a reload follows, the next iteration only tries the port again. Monit's state is used only once.
+            # Unless a reload is requested, the next iteration only retries the port. Monit's state is used only once.
             action, known, control = "", {}, self._control
             address = f"{control.address or ANY}:{control.port}" if control.port else "off"
             async with monit_http.listening(address, self.answer, control.credentials, lambda: self._about) as where:
@@ -176,7 +179,7 @@ class MonitDaemon:
         for service in self._supervisor.services():
             name = service.process.name.lower()
             if name not in before and service.mode != "manual" and monitored.get(name, True):
-                if name in monitored:
+                if name in monitored:  # monit started the process, so it is not a descendant of a keeper
                     self._supervisor.trust_pidfile(name)
                 await self._supervisor.monitor_one(name)
         self._about = await asyncio.to_thread(self._describe)
@@ -206,15 +209,20 @@ class MonitDaemon:
     # --- monit's state ------------------------------------------------------------------------------------------------
 
     def _monitored_by_monit(self) -> dict[str, bool]:
-        """Return the services in the state file left by monit, and whether each is monitored."""
+        """Read the state file that monit left. The result maps each service's name to True if monit monitored the
+        service. If the file cannot be read, the result is empty, so that all services are started.
+        """
         with suppress(OSError, struct.error):
-            rows = _STATE.iter_unpack(files.read(self._control.statefile)[_COUNT.size :])
-            return {row[0].partition(b"\0")[0].decode("latin-1").lower(): row[4] != 0 for row in rows}
+            monitored = {}
+            entries = files.read(self._control.statefile)[_COUNT.size :]
+            for name, _, _, _, is_monitored, _ in _STATE.iter_unpack(entries):
+                monitored[name.partition(b"\0")[0].decode("latin-1").lower()] = is_monitored != 0
+            return monitored
         return {}
 
     def _write_state_of_monit(self, saved: bytes) -> None:
-        """Write monit's state file, so that monit can take over. Monit ignores a state file that was written in
-        the same second in which monit starts.
+        """Write monit's state file, so that monit can take over. Called after each save of the supervisor's state, with
+        a ``Saved`` as JSON. Monit ignores a state file that was written in the same second in which monit starts.
         """
         rows = [
             _STATE.pack(name.encode("utf-8", "surrogateescape")[:255], 0, 0, 0, record.state in MONITORED, 0)
@@ -227,14 +235,15 @@ class MonitDaemon:
 
     def _notify(self, event: Event) -> None:
         """Queue an email about an event."""
-        self._alerts.raise_alert(event.service, event.event, event.action, event.description, ())
+        self._alerts.raise_alert(event.service, event.event, event.action, event.description, ips=())
 
     async def _retry_mails(self) -> NoReturn:
-        """Try to send the unsent emails once per cycle. Those that still cannot be sent are stored in a file, so that
-        the next daemon can send them.
+        """Try to send the unsent emails once per cycle. Emails that still cannot be sent are stored in a file for the
+        next daemon.
         """
         kept: list[bytes] | None = None
         while True:
+            # With 0 slots, which means no limit, the slice contains all messages.
             queue, waiting = self._control.queue, list(self._alerts.waiting)[-self._control.slots :]
             if queue is not None and kept != waiting:
                 kept = waiting
@@ -248,7 +257,9 @@ class MonitDaemon:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a request from the ``monit`` command or from a client of monit's HTTP interface."""
+        """Answer a request from the ``monit`` command or from a client of monit's HTTP interface. Unlike in
+        ``Runtime.answer_monit``, ``reload`` and ``quit`` act on the daemon itself.
+        """
         if asked := {"reload": self._reload, "quit": self._stop}.get(str(request.get("action"))):
             asked.set()
             found: dict[str, Any] = {"services": []}
@@ -258,11 +269,12 @@ class MonitDaemon:
         return found | {"pid": os.getpid(), "uptime_secs": int(time.monotonic() - self._begun_at)}
 
     async def _answer_operator(self, request: dict[str, Any], _line: bytes, _peer: control_server.Peer) -> bytes:
+        """Answer a request on the control socket."""
         match request:
             case {"command": "status"}:
                 return msgspec.json.encode(await self._status())
             case {"command": "probe"}:
-                ok, reason = self._ready("")
+                ok, reason = self._ready("jobs")
                 return msgspec.json.encode({"ok": ok, "reason": reason})
             case {"command": "bpm"} if self._options.has_bpm:
                 return msgspec.json.encode(await bpm_api.answer(self._supervisor.bpm, request))
@@ -271,6 +283,7 @@ class MonitDaemon:
         return wire.encode_exception("cannot answer: this process only replaces monit, not the BOSH agent")
 
     async def _status(self) -> dict[str, Any]:
+        """Return the answer to ``agent-shim status``."""
         return {
             "version": __version__,
             "phase": "running" if self._is_loaded else "starting",
@@ -284,25 +297,26 @@ class MonitDaemon:
         }
 
     def _ready(self, _level: str) -> tuple[bool, str]:
+        """Return whether the daemon is ready, and the reason. All probe levels are treated alike."""
         state = self._supervisor.job_state() if self._is_loaded else "starting"
         return state in ("running", "stopped"), f"jobs are {state}"
 
-    def _observed(self) -> AbstractAsyncContextManager[object]:
+    def _serving_metrics(self) -> AbstractAsyncContextManager[object]:
         """Serve metrics and probes for the duration of the block."""
         # Imported late, because the metrics libraries use 4 MB and would take a third of the start time.
         from agent_shim.edges import metrics
 
         def read() -> metrics.Readings:
-            told = self._alerts
+            mails = self._alerts
             return metrics.Readings(
                 bus=metrics.BusReading(connected=None),
-                alerts={"sent": told.sent, "dropped": told.dropped, "collapsed": told.collapsed},
+                alerts={"sent": mails.sent, "dropped": mails.dropped, "collapsed": mails.collapsed},
                 figures=self._vitals.figures(),
-                is_ready=self._ready("")[0],
+                is_ready=self._ready("jobs")[0],
                 job_state=self._supervisor.job_state(),
                 processes=self._supervisor.services(),
                 failures=dict(keep_running.failures),
             )
 
-        made = metrics.Metrics(read)
-        return metrics.listening(self._options.http, metrics.Routes(made.render, self._ready, made.recent))
+        exported = metrics.Metrics(read)
+        return metrics.listening(self._options.http, metrics.Routes(exported.render, self._ready, exported.recent))

@@ -1,5 +1,5 @@
 """Stops all jobs in order before a container terminates. A preStop hook, SIGTERM to PID 1, or ``drain`` triggers this
-orderly stop.
+graceful shutdown.
 
 First, all pre-stop scripts run, then all drain scripts. Every process keeps running until the last drain script has
 finished. After that, the processes are stopped, and the post-stop scripts run. All of this has to fit into the grace
@@ -38,13 +38,14 @@ seconds after the signal.
 NEXT_STATES: Final = dict.fromkeys(
     ("BOSH_VM_NEXT_STATE", "BOSH_INSTANCE_NEXT_STATE", "BOSH_DEPLOYMENT_NEXT_STATE"), "keep"
 )
+"""Environment variables for pre-stop scripts. "keep" is the Director's value for a stop that deletes nothing."""
 
 
 class OrderlyStop(msgspec.Struct):
-    """One orderly stop. ``reasons`` lists deviations from a clean stop.
+    """One graceful shutdown. ``reasons`` says why it was not clean.
 
-    ``hurry`` terminates the scripts early. A second signal during the stop sets it, because a kubelet sends a signal
-    during a preStop hook only if the grace period is over or if it evicts the pod.
+    ``hurry`` terminates the scripts early. It is set by a signal during the stop. If a preStop hook began the stop,
+    such a signal means that the grace period is over or that the pod is being evicted.
     """
 
     grace: float
@@ -59,38 +60,42 @@ class OrderlyStop(msgspec.Struct):
         return "all jobs stopped in order" if not self.reasons else "not clean: " + "; ".join(self.reasons)
 
     async def run(self, agent: Agent) -> None:
-        """Stop the jobs. This always returns within the grace period."""
+        """Stop the jobs and return before the grace period ends. Even if the scripts have used up the period, the
+        processes get ``MIN_STOP_S`` seconds to stop.
+        """
         ends_at = self.ends_at = time.monotonic() + self.grace
-        reserve = min(KILL_RESERVE_S, self.grace / 2)
+        reserve = min(KILL_RESERVE_S, self.grace / 2)  # the time for stopping the processes after the scripts
         is_stopped = await asyncio.to_thread(agent.paths.stopped_marker.exists)
         # If the jobs are stopped, the Director has already run their scripts. A drain script that ran again might wait
         # for a database that has been stopped.
         jobs = [] if is_stopped else agent.spec.current.job_names
-        scripts = ends_at - reserve
-        await self._script("pre-stop", agent.scripts.run_all("pre-stop", jobs, NEXT_STATES), scripts)
-        await agent.supervisor.seal()
+        scripts_end_at = ends_at - reserve
+        await self._run_scripts("pre-stop", agent.scripts.run_all("pre-stop", jobs, NEXT_STATES), scripts_end_at)
+        await agent.supervisor.seal()  # otherwise the next agent would leave the jobs stopped
         await agent.supervisor.unmonitor()
         drain = agent.scripts.drain(jobs, SHUTDOWN_ARGUMENTS, agent.spec.current, None, self.hurry)
-        await self._script("drain", drain, scripts)
-        left = max(MIN_STOP_S, ends_at - time.monotonic())
-        agent.supervisor.forget_killed()
+        await self._run_scripts("drain", drain, scripts_end_at)
+        stop_timeout = max(MIN_STOP_S, ends_at - time.monotonic())
+        agent.supervisor.forget_killed()  # report only processes that this stop has to kill
         try:
-            await agent.supervisor.stop(wait=True, timeout=left)
+            await agent.supervisor.stop(wait=True, timeout=stop_timeout)
         except ActionError as exc:
             self.reasons.append(f"stop: {exc}")
         if killed := agent.supervisor.killed:
             self.reasons.append(f"killed because the time was up: {', '.join(killed)}")
         if jobs and not self.hurry.is_set():
-            await self._script("post-stop", agent.scripts.run_all("post-stop", jobs, {}), ends_at)
+            await self._run_scripts("post-stop", agent.scripts.run_all("post-stop", jobs, {}), ends_at)
         logger.info("orderly stop: %s", self.summary)
 
-    async def _script(self, name: str, work: Awaitable[None], until: float) -> None:
-        """Run all scripts of one kind. Terminate them at the monotonic time ``until``, or once ``hurry`` is set."""
+    async def _run_scripts(self, name: str, work: Awaitable[None], until: float) -> None:
+        """Run all scripts of one kind, such as the drain scripts. Terminate them at the deadline ``until`` (monotonic
+        time), or earlier if ``hurry`` is set.
+        """
         working = asyncio.ensure_future(work)
         if not await ended_before(self.hurry, working, until - time.monotonic()):
             self.reasons.append(f"{name} scripts were cut short")
             working.cancel()
-            # Terminating the scripts may take half of the remaining time. The other half is reserved for stopping the
+            # Terminate the scripts within half of the remaining time. The other half is reserved for stopping the
             # processes.
             half = max(0.0, self.ends_at - time.monotonic()) / 2
             await asyncio.wait({working}, timeout=min(half, HURRIED_SCRIPT_END_S) if self.hurry.is_set() else half)

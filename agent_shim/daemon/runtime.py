@@ -1,7 +1,7 @@
 """Runs the agent once its settings are known: connects services and edges, runs the named root tasks, and shuts down.
 
 Root tasks handle failures in their environment and never return, so a root task ends only because of a bug. If that
-happens, the task is restarted without affecting the other tasks. If the bus, the task lane or the heartbeat keeps
+happens, the task is restarted without affecting the other tasks. If the bus, the task queue or the heartbeat keeps
 failing, or the supervisor loses a service, the daemon exits with a traceback, and the container's init restarts the
 agent. Jobs keep running in all these cases.
 """
@@ -110,6 +110,7 @@ class Runtime:
         self._stop = stop
 
         def settling() -> float:
+            """Return the settling time in the current settings, in seconds."""
             return store.current.source.env.bosh.agent.settings.settling_time
 
         supervisor = Supervisor(paths, notify=self._notify, is_strict=shim.bpm.strict, settling=settling)
@@ -198,8 +199,9 @@ class Runtime:
             await boot.boot(late)
             booted.set()
 
-        async def come_back() -> None:
-            await booted.wait()  # jobs need the trusted certificates, which a late step installs, as soon as they start
+        async def recover_jobs() -> None:
+            # A late step installs the trusted certificates, which jobs need as soon as they start.
+            await booted.wait()
             await self.job_recovery.run()
 
         roots: dict[str, Callable[[], Awaitable[None]]] = {
@@ -208,7 +210,7 @@ class Runtime:
             "alerts": self.alerts.run,
             "tasks": lambda: agent.tasks.run(self.dispatcher.failure),
             "settings": lambda: agent.settings.watch(self._settings_changed),
-            "coming back": come_back,
+            "coming back": recover_jobs,
             "copy of the state": agent.state_backup.watch,
             "leases": lambda: self._leases.keep(self.endings.begin_takeover_stop),
             "addresses": self.address_watch.watch,
@@ -241,15 +243,21 @@ class Runtime:
                 for task in running:
                     task.cancel()
                 await self._stop.wait()
-        except BaseExceptionGroup as broken:
+        except BaseExceptionGroup as broken:  # the first error has ended the task group
             raise broken.exceptions[0] from None
 
     # --- requests from the edges --------------------------------------------------------------------------------------
 
     async def _is_bus_heard(self, timeout_s: float) -> bool:
+        """Return True if the bus is NATS and a server sends anything within ``timeout_s`` seconds. The firewall uses
+        this to verify that its rules do not block the agent itself.
+        """
         return isinstance(self.bus, NatsBus) and await self.bus.is_heard(timeout_s)
 
     def _connected(self) -> None:
+        """Send a heartbeat and the queued alerts, and have the firewall rules updated. Called whenever the bus has
+        connected.
+        """
         self.heartbeat.beat_now()
         self.firewall.due.set()
         self.alerts.flush()
@@ -266,6 +274,7 @@ class Runtime:
         return self.vitals
 
     def _compose(self, vitals: dict[str, Any] | None) -> bytes:
+        """Return a heartbeat message. ``vitals`` is None before the first measurement."""
         spec = self.agent.spec.current
         message = heartbeat.Message(
             deployment=spec.deployment,
@@ -285,6 +294,7 @@ class Runtime:
         return found | {"pid": os.getpid(), "uptime_secs": int(time.monotonic() - self._begun_at)}
 
     async def _publish(self, kind: str, message: bytes) -> None:
+        """Send a ``heartbeat`` or ``shutdown`` message to the Health Monitor. Raises ``BusError``."""
         await self.bus.publish(f"hm.agent.{kind}.{self.agent.settings.current.agent_id}", message)
 
     async def _announce_shutdown(self) -> None:
@@ -297,14 +307,16 @@ class Runtime:
             logger.warning("cannot notify the Health Monitor of the shutdown: %s", exc)
 
     async def _reconnect(self, wanted: settings.Mbus) -> None:
+        """Connect to the bus with new addresses or credentials. Raises ``ActionError`` if that fails."""
         if is_https(wanted) != is_https(self.bus.mbus):
             raise ActionError(f"cannot go over to a bus of the kind {wanted.scheme}: that takes a restart of the agent")
+        # An agent that restarts during the rotation may need the current credentials again.
         await self.agent.settings.keep_former(self.bus.mbus)
         await self.bus.rotate(wanted)
 
     async def _settings_changed(self, found: settings.Effective) -> None:
-        """Apply new settings from the CPI. If the new bus credentials are invalid, the current connection stays
-        open.
+        """Reconnect to the bus if its addresses or credentials in the settings files have changed. If that fails, the
+        current connection stays open.
         """
         if found.mbus == self.bus.mbus or os.environ.get(BUS) == "off":
             return
@@ -316,10 +328,11 @@ class Runtime:
     def _notify(self, event: Event) -> None:
         """Queue an alert for the Health Monitor, with the addresses of this instance."""
         configured = self.agent.settings.current.source.networks.values()
-        # The settings lack the addresses of dynamic networks. Take these addresses from the stored spec, into which
-        # ``apply`` wrote them.
-        stored = [each for each in self.agent.spec.current.networks.values() if isinstance(each, dict)]
-        ips = {each.ip for each in of_settings if each.ip} | {str(each["ip"]) for each in stored if each.get("ip")}
+        # The settings do not contain the addresses of dynamic networks. Take these addresses from the stored spec, into
+        # which ``apply`` wrote them.
+        stored = [members for members in self.agent.spec.current.networks.values() if isinstance(members, dict)]
+        ips = {net.ip for net in configured if net.ip}
+        ips |= {str(members["ip"]) for members in stored if members.get("ip")}
         self.alerts.raise_alert(event.service, event.event, event.action, event.description, ips)
 
 
@@ -337,8 +350,10 @@ def assemble(
     """Create an agent's services and connect them to each other."""
     spec = SpecStore(paths)
 
-    def of_jobs() -> set[int]:
-        """Return the pids of all job processes and their descendants."""
+    def job_pids() -> set[int]:
+        """Return the pids of all job processes and their descendants, which the agent is allowed to terminate in order
+        to release a disk.
+        """
         leaders = [service.pid for service in supervisor.services() if service.pid]
         return proc.descent(proc.children(proc.table()), leaders)
 
@@ -379,7 +394,7 @@ def is_https(mbus: settings.Mbus) -> bool:
 
 
 def firewall_obstacle(paths: Paths, *, is_wanted: bool) -> str:
-    """Return the reason why the agent manages no packet filter rules here, or "" if it does."""
+    """Return the reason why the agent does not manage packet filter rules, or "" if it manages them."""
     if not is_wanted:
         return "it is switched off in agent.json"
     if not boot.owns_system(paths):

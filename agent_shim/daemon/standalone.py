@@ -1,12 +1,13 @@
 """Deploys the jobs and packages in a directory when the agent starts, without a Director.
 
 ``AgentShim.spec`` in agent.json names the directory. It contains ``jobs/NAME`` (rendered templates: ``monit``, ``bin``,
-``config`` …), ``packages/NAME`` (compiled packages) and optionally ``instance.json`` with a name. The directory may
-come from an image or from a pod's volumes, and may be read-only. Jobs are copied, because their modes and owners change
-and links to packages are added. Packages are used in place, except for a package named ``bpm``, which is copied because
-the agent's own ``bpm`` is installed in it. As with a Director, the pre-start scripts run first, then the jobs are
-started, and the post-start scripts run once all processes are running. Probes, metrics, restarts and the orderly stop
-work as usual.
+``config`` …), ``packages/NAME`` (compiled packages) and optionally ``instance.json`` with the instance's names. The
+directory may come from an image or from a pod's volumes, and may be read-only. Jobs are copied, because their modes and
+owners change and links to packages are added. Packages are used in place, except for a package named ``bpm``, which is
+copied because the agent's own ``bpm`` is installed in it.
+
+As with a Director, the pre-start scripts run first, then the jobs are started, and the post-start scripts run once all
+processes are running. Probes, metrics, restarts and the graceful shutdown work as usual.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Rendered(msgspec.Struct, frozen=True):
 
 
 def instance(directory: Path) -> InstanceNames:
-    """Read ``instance.json``. Without the file, the instance gets the host name as its name. Raises ``ConfigError``."""
+    """Read ``instance.json``. If it names no id, the host name becomes the instance's id. Raises ``ConfigError``."""
     path = directory / INSTANCE
     try:
         found = wire.decode(files.read(path), InstanceNames)
@@ -91,37 +92,41 @@ def write_settings(paths: Paths, directory: Path) -> Path:
     """
     path = paths.bosh / "standalone.json"
     files.make_dir(path.parent, 0o700)
-    document = {"agent_id": instance(directory).id.replace(".", "-")}
+    document = {"agent_id": instance(directory).id.replace(".", "-")}  # the settings reject an agent id with a dot
     files.write_atomic(path, json.dumps(document).encode(), mode=0o600)
     return path
 
 
 def read(directory: Path) -> Rendered:
-    """Read a spec directory. This function blocks. Raises ``ActionError`` if there are no jobs or a name is invalid."""
+    """Read a spec directory. This function blocks. Raises ``ActionError`` if there are no jobs or a name is invalid,
+    and ``ConfigError`` for an invalid ``instance.json``.
+    """
     found = {kind: _members(directory, kind) for kind in ("job", "package")}
     if not found["job"]:
         raise ActionError(f"cannot deploy {directory}: no job lies in {directory / 'jobs'}")
     versions = {kind: {name: _version(path) for name, path in paths.items()} for kind, paths in found.items()}
-    whole = hashlib.sha256(json.dumps(versions, sort_keys=True).encode()).hexdigest()
-    who = instance(directory)
+    digest = hashlib.sha256(json.dumps(versions, sort_keys=True).encode()).hexdigest()
+    names = instance(directory)
     templates = [Template(name, version) for name, version in versions["job"].items()]
     spec = ApplySpec(
-        job=InstanceGroup(name=who.name, template=templates[0].name, version=whole[:16], templates=templates),
+        job=InstanceGroup(name=names.name, template=templates[0].name, version=digest[:16], templates=templates),
         packages={name: AppliedPackage(name=name, version=version) for name, version in versions["package"].items()},
-        configuration_hash=whole,
-        deployment=who.deployment,
-        name=who.name,
-        index=who.index,
-        id=who.id,
-        az=who.az,
-        persistent_disk=who.persistent_disk,
-        rendered_templates_archive=Archive(),
+        configuration_hash=digest,
+        deployment=names.deployment,
+        name=names.name,
+        index=names.index,
+        id=names.id,
+        az=names.az,
+        persistent_disk=names.persistent_disk,
+        rendered_templates_archive=Archive(),  # otherwise ``bundles_of`` would return no jobs
     )
     return Rendered(spec, found["job"], found["package"])
 
 
 def _members(directory: Path, kind: str) -> dict[str, Path]:
-    """Return the directories below ``jobs`` or ``packages``, except hidden ones, such as the kubelet's ``..data``."""
+    """Return the directories below ``jobs`` or ``packages`` by name, except hidden ones, such as the kubelet's
+    ``..data``.
+    """
     try:
         paths = sorted((directory / f"{kind}s").iterdir())
     except FileNotFoundError:
@@ -132,9 +137,10 @@ def _members(directory: Path, kind: str) -> dict[str, Path]:
 
 
 def _version(tree: Path) -> str:
-    """Return a digest of the names, sizes, modes and times of all files in the tree."""
+    """Return a digest of the names, sizes, modes and times of the files below ``tree``."""
     seen = hashlib.sha256()
     for here, directories, names in os.walk(tree):
+        # Skip the directories that the kubelet creates in a volume.
         directories[:] = sorted(name for name in directories if not name.startswith(".."))
         for path in (Path(here, name) for name in sorted(names)):
             status = path.stat() if path.exists() else path.lstat()
@@ -144,8 +150,8 @@ def _version(tree: Path) -> str:
 
 
 def install(paths: Paths, targets: Mapping[Path, tuple[Kind, Path]]) -> None:
-    """Install the jobs as copies and the packages as links in the bundle directories. This function blocks. Raises
-    ``HostError``.
+    """Install the jobs as copies and the packages as links in the bundle directories. ``targets`` maps the directory of
+    each bundle to its kind and its source. This function blocks. Raises ``HostError``.
 
     The ``bpm`` package is copied too, because the agent installs its own ``bin/bpm`` in it. Files whose names begin
     with ``..`` are left out, because the kubelet creates them in volumes.
@@ -176,12 +182,12 @@ class NoBus:
     def __init__(self) -> None:
         self.stats = Stats()
         self.mbus = Mbus((), "", "", "")
-        self.is_connected = True
+        self.is_connected = True  # otherwise the agent would never be reported as ready
 
     async def run(self) -> NoReturn:
-        """Wait forever."""
+        """Wait forever, because a root task must not return."""
         await asyncio.Event().wait()
-        raise AssertionError("read-only")
+        raise AssertionError("unreachable")
 
     async def drain(self, timeout_s: float) -> None:
         """Return immediately, because there is no connection."""
@@ -207,68 +213,73 @@ class Standalone:
         self._agent = agent
         self._directory = directory
         self._is_new = False
+        """True from a deployment until the post-start scripts have succeeded."""
 
     async def run(self) -> NoReturn:
         """Retry until the deployment succeeds, then wait forever."""
         pause = FIRST_PAUSE_S
-        while not await self._is_deployed():
+        while not await self._try_to_deploy():
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE_S)
         await asyncio.Event().wait()
-        raise AssertionError("read-only")
+        raise AssertionError("unreachable")
 
-    async def _is_deployed(self) -> bool:
-        """Try to deploy once. Return True on success, otherwise set ``obstacle``."""
+    async def _try_to_deploy(self) -> bool:
+        """Deploy the jobs unless they are already deployed. Return True on success, otherwise set ``obstacle`` and
+        ``failure``. While the jobs are starting, only ``obstacle`` is set, because a slow start is not a failure.
+        """
         try:
             rendered = await asyncio.to_thread(read, self._directory)
-            if not self._holds(rendered.spec):
-                await self._task(lambda: self._deploy(rendered))
+            if not self._is_deployed(rendered.spec):
+                await self._run_task(lambda: self._deploy(rendered))
                 self._is_new = True
             if self._is_new:
                 while self._agent.supervisor.job_state() != "running":
                     self.obstacle = f"jobs are {self._agent.supervisor.job_state()}"
                     await asyncio.sleep(POLL_S)
-                await self._task(lambda: self._script("post-start"))
+                await self._run_task(lambda: self._run_scripts("post-start"))
                 self._is_new = False
         except (ShimError, HostError) as exc:
-            if self.obstacle != str(exc):
+            if self.obstacle != str(exc):  # log a repeated error only once
                 self.obstacle = self.failure = str(exc)
                 logger.error("%s", self.obstacle)
             return False
         self.obstacle = self.failure = ""
         return True
 
-    async def _task(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run ``work`` in the task lane, where only one task runs at a time, and wait for it. If it fails, raise
-        ``ActionError`` with its error message.
+    async def _run_task(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run ``work`` as a task in the queue, where only one task runs at a time, and wait until it has finished.
+        Raises ``ActionError`` if the task fails.
         """
         task = self._agent.tasks.submit(TASK, work)
         await task.ended.wait()
         if task.state != "done":
             raise ActionError(str(task.outcome))
 
-    def _holds(self, wanted: ApplySpec) -> bool:
-        """Return True if this spec is already deployed. In that case nothing is left to do, because job recovery starts
-        the jobs unless they were stopped.
+    def _is_deployed(self, wanted: ApplySpec) -> bool:
+        """Return True if the spec ``wanted`` is already deployed. Nothing is left to do then, because job recovery
+        starts the jobs unless they were stopped.
         """
         agent = self._agent
-        has_been = agent.supervisor.is_wanted or agent.paths.stopped_marker.exists()
-        return has_been and agent.spec.current.configuration_hash == wanted.configuration_hash
+        was_started = agent.supervisor.is_wanted or agent.paths.stopped_marker.exists()
+        return was_started and agent.spec.current.configuration_hash == wanted.configuration_hash
 
     async def _deploy(self, rendered: Rendered) -> None:
+        """Replace the deployed jobs with those in the spec directory, and start them."""
         agent = self._agent
         if agent.supervisor.count():
             await agent.supervisor.stop(wait=True)
-        wanted = jobs.bundles_of(rendered.spec)
+        job_bundles, package_bundles = jobs.bundles_of(rendered.spec)
         sources = {"job": rendered.jobs, "package": rendered.packages}
-        missing = agent.bundles.missing([*wanted[0], *wanted[1]])
-        targets = {agent.bundles.path(each): (each.kind, sources[each.kind][each.name]) for each in missing}
+        missing = agent.bundles.missing([*job_bundles, *package_bundles])
+        targets = {agent.bundles.path(bundle): (bundle.kind, sources[bundle.kind][bundle.name]) for bundle in missing}
         await asyncio.to_thread(install, agent.paths, targets)
         await jobs.deploy(agent, rendered.spec)
-        await self._script("pre-start")
+        await self._run_scripts("pre-start")
         await jobs.start(agent)
 
-    async def _script(self, name: str) -> None:
+    async def _run_scripts(self, name: str) -> None:
+        """Run the lifecycle script ``name`` of all jobs. Raises ``ActionError`` if one of them fails."""
         logger.info("%s of all jobs", name)
         with errors_as(name, ActionError):
             await self._agent.scripts.run_all(name, self._agent.spec.current.job_names, {})

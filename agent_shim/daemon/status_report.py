@@ -19,7 +19,7 @@ from agent_shim.host import files
 from agent_shim.supervisor import monit_api
 from agent_shim.supervisor.supervisor import ServiceInfo
 
-_WORDS: Final = re.compile(r"( Jobs: [\w, .-]+?\.) [\w.-]+: .*", re.DOTALL)
+_SCRIPT_OUTPUT: Final = re.compile(r"( Jobs: [\w, .-]+?\.) [\w.-]+: .*", re.DOTALL)
 """Matches the last output lines of failed scripts, which an error lists after the job names. ``readiness`` removes this
 output, because anybody may read its result.
 """
@@ -30,7 +30,7 @@ MAX_CULPRITS: Final = 3
 def readiness(live: Runtime, level: str) -> tuple[bool, str]:
     """Return whether the agent is ready, and the reason. The ``boot`` level requires a completed boot. The ``agent``
     level also requires a bus connection, and the ``jobs`` level also requires that all jobs are running or were stopped
-    on purpose.
+    on purpose. If they are not, the reason names some of the services.
     """
     if live.phase != "running":
         return False, live.phase
@@ -41,7 +41,7 @@ def readiness(live: Runtime, level: str) -> tuple[bool, str]:
     if level == "agent":
         return True, "connected"
     if live.standalone is not None and live.standalone.obstacle:
-        return False, _WORDS.sub(r"\1", live.standalone.obstacle)
+        return False, _SCRIPT_OUTPUT.sub(r"\1", live.standalone.obstacle)
     state = live.agent.supervisor.job_state()
     if state in ("running", "stopped"):
         return True, f"jobs are {state}"
@@ -51,8 +51,8 @@ def readiness(live: Runtime, level: str) -> tuple[bool, str]:
 
 
 def _culprit(service: ServiceInfo) -> str:
-    """Return the name of a service that is not running, and the reason. The job's output is left out, because anybody
-    may read the result.
+    """Return the name of a service that is not reported as running, followed by the reasons: its state, unless that is
+    ``running``, and its failed rules. The job's output is left out, because anybody may read the result.
     """
     state = f"{service.state} after {service.last_exit}" if service.last_exit and not service.pid else service.state
     reasons = [*([] if service.state == "running" else [state]), *service.faults]
@@ -70,7 +70,9 @@ def _job_state(live: Runtime) -> str:
 
 
 def _blocked(live: Runtime) -> str:
-    """Return why the jobs cannot be started or deployed, or ""."""
+    """Return the reason why the jobs cannot be started or deployed, or "" if they can. While a first deployment is in
+    progress, the jobs are not blocked.
+    """
     alone = live.standalone
     return live.job_recovery.obstacle or (alone.failure if alone is not None else "")
 
@@ -144,6 +146,7 @@ def _heartbeat_age(live: Runtime) -> float | None:
 
 
 def _warnings(live: Runtime) -> list[str]:
+    """Return the warnings that ``agent-shim status`` shows."""
     missing = [f"no interface has the address {ip} ({where})" for ip, where in live.address_watch.missing.items()]
     jobs = [f"the jobs cannot be started: {obstacle}"] if (obstacle := _blocked(live)) else []
     warnings = [*jobs, *missing]
