@@ -19,7 +19,7 @@ def take_stdout() -> int:
     """Redirect standard output to standard error, so that output from libraries and child processes cannot end up in
     the response. Return a descriptor of the original standard output for writing the response.
     """
-    if sys.stderr is None:
+    if sys.stderr is None:  # The caller has closed descriptor 2.
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process exits
     response = os.dup(1)
     os.dup2(sys.stderr.fileno(), 1)
@@ -35,7 +35,8 @@ def run() -> NoReturn:
     """
     gc.set_threshold(ALLOCATIONS_BEFORE_COLLECTION)
     main()
-    # The response is already written, and a regular interpreter shutdown would take longer than a whole `has_vm` call.
+    # Skip the interpreter's shutdown, because it would take longer than a whole `has_vm` call. The response is already
+    # written.
     os._exit(0)
 
 
@@ -44,6 +45,7 @@ COMMANDS: Final = ("doctor", "leftovers")
 
 
 def main() -> None:
+    """Run an operator's command such as ``doctor``, or else answer the CPI request on standard input."""
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
         from kubernetes_cpi import commands
 

@@ -9,8 +9,8 @@ on. The file therefore imports only the standard library, and no module imports 
     reboot POD_UID GRACE                    terminate PID 1 of the VM's container, so that the kubelet restarts it
 
 DISK is the path at which the claim is mounted in the helper. TARGET lies below a directory on the node that is mounted
-into both the helper and the VM. A process belongs to the VM if its cgroup path contains the UID of the VM's pod. To see
-these processes, the helper must run in the node's PID namespace.
+into both the helper and the VM. PATIENCE and GRACE are in seconds. A process belongs to the VM if its cgroup path
+contains the UID of the VM's pod. To see these processes, the helper must run in the node's PID namespace.
 
 If a VM is allowed to mount, its root user can move a mount, bind it elsewhere, clone it and rename its directory. A
 path therefore does not identify a disk. Instead, this program looks for the disk's device and root in its own mount
@@ -56,6 +56,9 @@ DONE = "/tmp/done"  # noqa: S108 - in a container with a single process
 TERMINATION_LOG = "/dev/termination-log"
 RETRY_S = 0.05
 REPORT_S = 5.0
+"""Seconds between two messages that an unmount is still waiting for the VM."""
+KILL_S = 5.0
+"""Seconds to wait for a process to exit after SIGKILL."""
 STALE_S = 24 * 3600.0
 """Age in seconds at which a deleted VM's empty directory is removed."""
 SWEEP_S = 10.0
@@ -93,6 +96,11 @@ class FsDirectory(NamedTuple):
 
 
 def main(arguments: list[str]) -> None:
+    """Run one of the commands in the module's docstring.
+
+    After ``detach`` and ``bound``, the program waits until the CPI deletes its pod, because the kubelet reports a ready
+    pod sooner than a pod that has exited.
+    """
     what, *rest = arguments
     if what == "attach":
         attach(*rest)
@@ -110,15 +118,16 @@ def main(arguments: list[str]) -> None:
 
 
 def attach(disk: str, target: str, uid: str) -> None:
-    """Mount ``disk`` on ``target`` for the VM whose pod has the UID ``uid``, create a file that reports success, wait
-    for SIGTERM, then unmount the disk.
+    """Mount ``disk`` on ``target`` for the VM whose pod has the UID ``uid``, and create a file that reports success.
+
+    Then wait for SIGTERM and unmount the disk.
     """
     # SIGTERM must not interrupt the mount. ``sigwait`` below receives the signal, even if it arrives during the mount.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     place = directory(target)
     wanted = mounted_on(disk)
     if found := points(wanted, target):
-        # An earlier container of this pod mounted the disk before it was killed, so there is nothing left to mount.
+        # A previous container of this pod mounted the disk and was then killed, so the disk is already mounted.
         if target not in found:
             raise SystemExit(f"cannot mount the disk: the VM has moved it from {target}")
     elif is_mounted(target):
@@ -128,18 +137,22 @@ def attach(disk: str, target: str, uid: str) -> None:
         if not is_mounted(target):
             libc.umount2(f"/proc/self/fd/{place}".encode(), 0)
             raise SystemExit(f"cannot mount the disk: the VM has moved {target} meanwhile")
-    os.close(place)
+    os.close(place)  # An open descriptor would keep the mount busy.
     done()
     say("mounted")
-    sweep(os.path.dirname(os.path.dirname(target)))
+    sweep(os.path.dirname(os.path.dirname(target)))  # This is the parent directory of all VMs' directories.
     signal.sigwait({signal.SIGTERM})
     detach(wanted, target, uid)
 
 
 def detach(disk: Mount, target: str, uid: str, patience: float = float("inf")) -> None:
-    """Detach the disk from the VM's directory, retrying for ``patience`` seconds while the VM uses it."""
+    """Unmount the disk from ``target``. If the VM uses the disk, retry for up to ``patience`` seconds (by default,
+    without a limit), then exit with an error.
+
+    ``uid`` is the UID of the VM's pod.
+    """
     reported, until = 0.0, time.monotonic() + patience
-    while is_held(disk, target, uid):
+    while not try_unmount(disk, target, uid):
         if time.monotonic() >= until:
             raise SystemExit(f"cannot unmount the disk within {patience:g} s: {IN_USE}")
         if time.monotonic() - reported >= REPORT_S:
@@ -155,18 +168,20 @@ def detach(disk: Mount, target: str, uid: str, patience: float = float("inf")) -
     say("unmounted")
 
 
-def is_held(disk: Mount, target: str, uid: str) -> bool:
-    """Try to unmount the disk. Return True if the VM still uses it, in which case the disk stays mounted."""
-    view = directory_of(os.path.dirname(target))
-    if any(parent != view for parent in parents_in_vm(disk, uid)):
-        return True
+def try_unmount(disk: Mount, target: str, uid: str) -> bool:
+    """Try to unmount the disk. Return False if the disk stays mounted because the VM uses it."""
+    vm_directory = directory_of(os.path.dirname(target))
+    # An unmount propagates only to the mount in the VM's directory. Any other mount was created by the VM itself.
+    if any(parent != vm_directory for parent in parents_in_vm(disk, uid)):
+        return False
     for point in points(disk, target):
-        # Keep a clone of the mount so that an unmount can be undone. Kernels before 5.2 cannot clone a mount.
+        # Keep a clone of the mount so that the unmount can be undone. On kernels before 5.2, cloning fails, and the
+        # unmount is final.
         tree = libc.syscall(OPEN_TREE, AT_FDCWD, os.fsencode(point), OPEN_TREE_CLONE | os.O_CLOEXEC)
         try:
             if libc.umount2(os.fsencode(point), UMOUNT_NOFOLLOW) != 0:
                 if ctypes.get_errno() == errno.EBUSY:
-                    return True
+                    return False
                 raise SystemExit(f"cannot unmount the disk: {os.strerror(ctypes.get_errno())}")
             if any(parents_in_vm(disk, uid)):
                 # The unmount did not propagate to the VM, which can still write to the disk, so restore the mount.
@@ -174,26 +189,27 @@ def is_held(disk: Mount, target: str, uid: str) -> bool:
                 flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
                 check(libc.syscall(MOVE_MOUNT, tree, b"", place, b"", flags), f"mount the disk again although {IN_USE}")
                 os.close(place)
-                return True
+                return False
         finally:
             if tree >= 0:
                 os.close(tree)
-    return False
+    return True
 
 
 def points(disk: Mount, target: str) -> list[str]:
-    """Return the paths below the VM's directory on which the disk is mounted, topmost mount last."""
+    """Return the disk's mount points in the VM's directory, topmost mount last."""
     above = os.path.realpath(os.path.dirname(target)) + "/"
     found = [one.point for one in mounts() if is_same(one, disk) and one.point.startswith(above)]
+    # Callers compare the result with ``target``, which may contain links, whereas mountinfo contains resolved paths.
     name = os.path.basename(target)
     return [target if point == above + name else point for point in found]
 
 
 def parents_in_vm(disk: Mount, uid: str) -> Iterator[FsDirectory]:
-    """Return the root of the parent mount of each mount through which a thread of the VM sees the disk or a part of it.
+    """For each mount through which the VM's threads see the disk or a part of it, yield the root of its parent mount.
 
-    The result is ``FsDirectory("", "")`` for a mount whose parent is not in the same mount table, and for a mount that
-    is in no mount table but that a thread still reaches through an open descriptor.
+    Yield ``FsDirectory("", "")``, which equals no real directory, if the parent is not in the same mount table. Also
+    yield it if a process has the disk open through a mount that is in no mount table.
     """
     pids = list(processes(uid))
     listed = bytearray()
@@ -203,6 +219,7 @@ def parents_in_vm(disk: Mount, uid: str) -> Iterator[FsDirectory]:
             add(listed, one.number)
             if one.device == disk.device and (one.root + "/").startswith(disk.root.rstrip("/") + "/"):
                 parents.add(one.parent)
+        # Read the table again to find the parents, because it may be too long to keep in memory.
         for one in mounts(thread) if parents else ():
             if one.number in parents:
                 parents.remove(one.number)
@@ -215,11 +232,13 @@ def parents_in_vm(disk: Mount, uid: str) -> Iterator[FsDirectory]:
 
 
 def devices_of_unlisted_mounts(pid: int, listed: bytearray) -> Iterator[str]:
-    """Return the devices of mounts that a process has open but that are not in ``listed``, and add those mounts to
-    ``listed``.
+    """Yield the device of each mount on which a process has files open, unless the mount is in ``listed``.
+
+    ``listed`` is a set of mount ids (see ``add``). The mounts whose devices are yielded are added to it.
     """
     for link in links_of(pid):
         with contextlib.suppress(OSError):
+            # The fdinfo of a descriptor contains the mount's id. Other links must be opened to find it.
             if "/fd/" in link and has(listed, number_in(link.replace("/fd/", "/fdinfo/"))):
                 continue
             fd = os.open(link, os.O_PATH | os.O_CLOEXEC)
@@ -243,28 +262,32 @@ def links_of(pid: int) -> Iterator[str]:
 
 
 def different_threads(pid: int, what: int) -> Iterator[str]:
-    """Return one thread for each distinct set of descriptors (``KCMP_FILES``), or for each distinct working directory,
-    root and mount namespace (``KCMP_FS``).
+    """Yield one thread for each group of threads that share a resource.
 
-    Usually all threads of a process share them, so only one thread is returned.
+    ``what`` is ``KCMP_FILES`` for the open descriptors, or ``KCMP_FS`` for the working directory, root and mount
+    namespace. Usually all threads of a process share these, so only one thread is yielded.
     """
     found: list[int] = []
     for thread in threads(pid):
         number = int(os.path.basename(thread))
+        # kcmp(2) returns 0 if two threads share the resource.
         if all(libc.syscall(KCMP, number, one, what, 0, 0) != 0 for one in found):
             found.append(number)
             yield thread
 
 
 def number_in(fdinfo: str) -> int:
-    """Return the id of the mount through which a file was opened, given the path of the file's fdinfo below /proc."""
+    """Return the id of the mount through which a file was opened, or 0 if it is unknown. ``fdinfo`` is the path of the
+    file's fdinfo below /proc.
+    """
     with open(fdinfo, "rb") as file:
         return next((int(line.split()[1]) for line in file if line.startswith(b"mnt_id:")), 0)
 
 
 def device_of(fd: int) -> str:
     """Return the device of an open file's file system without querying the file system itself."""
-    # struct statx has 256 bytes. The kernel fills in the device although no field is requested.
+    # struct statx is 256 bytes long. The kernel always fills in stx_dev_major and stx_dev_minor (bytes 136 and 140),
+    # even if no field is requested.
     found = (ctypes.c_uint32 * 64)()
     if libc.syscall(STATX, fd, b"", AT_EMPTY_PATH | AT_STATX_DONT_SYNC, 0, found) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -272,11 +295,12 @@ def device_of(fd: int) -> str:
 
 
 def has(numbers: bytearray, number: int) -> bool:
+    """Return True if ``add`` has put the number into the set."""
     return number < len(numbers) and numbers[number] == 1
 
 
 def add(numbers: bytearray, number: int) -> None:
-    """Add a number to a set that is stored as one byte per possible number.
+    """Add ``number`` to a set of mount ids, which is stored as one byte for each possible id.
 
     The set stays small because the kernel gives each new mount the lowest free id.
     """
@@ -286,15 +310,18 @@ def add(numbers: bytearray, number: int) -> None:
 
 
 def directory_of(path: str) -> FsDirectory:
-    """Return a directory's device and root. They do not depend on the mount through which the directory is reached."""
+    """Return a directory's device and root, which are the same in every mount that shows the directory."""
     real = os.path.realpath(path)
     around = (one for one in mounts() if real == one.point or real.startswith(one.point.rstrip("/") + "/"))
     inner = max(around, key=lambda one: len(one.point))
+    # Append the part of the path that lies below the innermost mount point to the root of that mount.
     return FsDirectory(inner.device, (inner.root.rstrip("/") + real[len(inner.point.rstrip("/")) :]) or "/")
 
 
 def disk_of(holder: str) -> Mount:
-    """Return the disk of an attachment, read from the mount table of the process that mounted it."""
+    """Return the disk of the attachment whose pod has the UID ``holder``. It is read from the mount table of the
+    process that mounted the disk.
+    """
     for pid in processes(holder):
         for one in mounts(str(pid)):
             if one.point == DISK:
@@ -305,9 +332,11 @@ def disk_of(holder: str) -> Mount:
 def sweep(above: str) -> None:
     """Remove old, empty directories of deleted VMs in the directory ``above``, except those that a process has mounted.
 
-    Nothing is removed if the mount tables of all processes cannot be read in time, or if this program receives SIGTERM
-    in the meantime.
+    The kubelet creates a directory for each VM, and ``detach`` removes only those in which a disk was mounted. If the
+    mount tables of all processes cannot be read in time, or if this program receives SIGTERM in the meantime, no
+    directory is removed.
     """
+    # Maps each directory's root, as in mountinfo, to its path.
     old = {}
     with os.scandir(above) as entries:
         for entry in entries:
@@ -340,13 +369,13 @@ def different_tables(tasks: Iterable[str]) -> Iterator[str]:
             finally:
                 os.close(fd)
             table = (os.readlink(f"/proc/{task}/ns/mnt"), *root)
-            if table not in found and any(mounts(task)):
+            if table not in found and any(mounts(task)):  # The table of a task that has exited is empty.
                 found.add(table)
                 yield task
 
 
 def directory(target: str) -> int:
-    """Return a descriptor of the directory to mount on.
+    """Return a descriptor of the directory to mount on, which is created if it is missing.
 
     Links are not followed, because the VM's root user can write to the parent directory and may put links there.
     """
@@ -386,7 +415,8 @@ def mount(disk: str, place: int, uid: str) -> None:
 
 
 def foreign_userns(uid: str) -> int | None:
-    """Return a descriptor of the VM's user namespace, or None if the VM is in the same user namespace as this program.
+    """Return a descriptor of the VM's user namespace, or None if the VM has no process or is in the same user namespace
+    as this program.
 
     The namespace is read from the VM's oldest process, because jobs can create further user namespaces.
     """
@@ -418,14 +448,14 @@ def reboot(uid: str, grace: float) -> None:
     found = [pid for pid in processes(uid) if is_first(pid)]
     if not found:
         raise SystemExit("cannot reboot: the VM has no process")
-    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, REPORT_S)):
-        fds = []
+    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_S)):
+        signalled = []
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
-                fds.append((pid, start_of(pid)))
+                signalled.append((pid, start_of(pid)))
                 os.kill(pid, number)
         until = time.monotonic() + patience
-        while any(start_of(pid) == start and start for pid, start in fds):
+        while any(start_of(pid) == start and start for pid, start in signalled):
             if time.monotonic() > until:
                 break
             time.sleep(RETRY_S)
@@ -438,7 +468,7 @@ def reboot(uid: str, grace: float) -> None:
 def processes(uid: str) -> Iterator[int]:
     """Return the pod's processes.
 
-    The cgroup path of such a process contains the pod's UID, with dashes or, under systemd, with underscores.
+    They are recognized by their cgroup paths, which contain the pod's UID with dashes or, under systemd, underscores.
     """
     forms = (uid, uid.replace("-", "_"))
     for name in os.listdir("/proc"):
@@ -464,6 +494,8 @@ def is_first(pid: int) -> bool:
     container.
     """
     fields = dict(line.split(":", 1) for line in text_of(f"{pid}/status").split("\n") if ":" in line)
+    # NSpid lists the process's pid in each PID namespace, from the node's to the innermost. "pause" is the program that
+    # runs in the sandbox.
     return fields.get("NSpid", "").split()[1:] == ["1"] and fields["Name"].strip() != "pause"
 
 
@@ -471,12 +503,13 @@ def start_of(pid: int) -> str:
     """Return a process's start time, or "" if it has exited. The start time distinguishes the process from a later one
     with the same pid.
     """
+    # The fields after the process name begin with field 3, the state (proc_pid_stat(5)). Field 22 is the start time.
     fields = text_of(f"{pid}/stat").rpartition(")")[2].split()
     return fields[19] if fields and fields[0] != "Z" else ""
 
 
 def is_mounted(target: str) -> bool:
-    """Return True if the path is a mount point, even if a directory of the same file system is bind-mounted there.
+    """Return True if the path is a mount point, even if a directory from the same file system is bind-mounted there.
 
     Symlinks are not followed.
     """
@@ -494,6 +527,7 @@ def mounted_on(path: str) -> Mount:
 
 
 def is_same(one: Mount, other: Mount) -> bool:
+    """Return True if both mounts show the same directory of the same file system."""
     return (one.device, one.root) == (other.device, other.root)
 
 
@@ -501,6 +535,7 @@ def mounts(task: str = "self") -> Iterator[Mount]:
     """Return the mount table of a process or thread, or nothing if it has exited."""
     with contextlib.suppress(OSError), open(f"/proc/{task}/mountinfo", "rb", LINE_BYTES) as file:
         for line in lines(file):
+            # In a truncated line, fields may be missing.
             number, parent, device, root, point = (*line.split(b" ", 5), b"", b"")[:5]
             yield Mount(int(number), int(parent), device.decode(), unescaped(root), unescaped(point))
 
@@ -514,7 +549,10 @@ def lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def unescaped(field: bytes) -> str:
-    """Decode a path from mountinfo, where spaces and similar characters are octal escapes."""
+    """Decode a path from mountinfo, where spaces and similar characters are octal escapes.
+
+    An escape that exceeds a byte, which the kernel never writes, is truncated instead of raising an error.
+    """
     return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8) & 0xFF]), field))
 
 
@@ -538,13 +576,13 @@ def check(result: int, what: str) -> int:
 
 
 def done() -> None:
-    """Create the file for which the pod's postStart hook waits. The kubelet then reports the pod as ready."""
+    """Create the file that the pod's postStart hook waits for. The kubelet then reports the pod as ready."""
     with open(DONE, "w"):
         pass
 
 
 def say(text: str) -> None:
-    """Print a line. The CPI reports the last line that a helper pod has printed."""
+    """Print a line. If a disk is not unmounted in time, the CPI reports the last line that the attachment printed."""
     print(text, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Attachments: helper pods that bind a disk into a running VM.
+"""Manage attachments, which are helper pods that bind a disk into a running VM.
 
 Attaching a disk this way leaves the VM's address, processes and data unchanged. An attachment mounts the claim and
 binds it below a directory on the node that is also mounted into the VM. It exits only after the disk is unmounted, so
@@ -34,6 +34,7 @@ using the disk.
 """
 KINDS: Final = (names.KIND_ATTACHMENT, names.KIND_DETACHMENT, names.KIND_REBOOT, names.KIND_BOUND)
 TRIES: Final = 3
+"""Number of times that ``create`` waits until a previous attachment of the disk to the same VM is gone."""
 CPU: Final = "50m"
 """CPU request of a helper pod. On a busy node, an unmount takes 0.8 s with this request, 4 s with 10m, and 49 s with
 1m.
@@ -70,15 +71,17 @@ def manifest(session: Session, vm: Object, disk: str) -> Object:
 
 
 def refusal(session: Session, namespace: str, vm: Object) -> str:
-    """Check with a dry run whether the cluster admits live attachments for a VM like ``vm``. Return "" if it does,
-    otherwise the reason why not.
+    """Return "" if the cluster admits live attachments for a VM, otherwise the reason why not.
+
+    This is checked with a dry run. ``vm`` is the manifest of the VM's pod.
     """
+    # The VM does not exist yet, so it has neither a UID nor a node.
     metadata, spec = {**vm["metadata"], "uid": ""}, {**vm["spec"], "nodeName": "any"}
-    body = manifest(session, {**vm, "metadata": metadata, "spec": spec}, "disk-of-a-question")
+    body = manifest(session, {**vm, "metadata": metadata, "spec": spec}, "disk-of-a-dry-run")
     try:
         session.client.try_create(PODS, namespace, body)
     except ApiError as exc:
-        # A webhook without dry-run support answers 400, an admission policy answers 403 or 422.
+        # A webhook without dry-run support answers 400, and an admission policy answers 403 or 422.
         if exc.status in (http.client.BAD_REQUEST, http.client.FORBIDDEN, http.client.UNPROCESSABLE_ENTITY):
             return str(exc)
         raise
@@ -96,9 +99,10 @@ def create(session: Session, vm: Object, disk: str) -> None:
     if not vm["spec"].get("nodeName"):
         raise CpiError(f"cannot attach the disk {disk} to {cid}: no node runs the VM", ok_to_retry=True)
     body = manifest(session, vm, disk)
+    # A previous attachment of the disk may still be unmounting it, so wait until that one is gone.
     for _ in range(TRIES):
         made = _create_or_find(session, namespace, body)
-        if pods.is_ready(made):
+        if pods.is_ready(made):  # An earlier attach_disk call created the attachment.
             return
         if not pods.is_ending(made):
             break
@@ -122,7 +126,7 @@ def unmount(session: Session, vm: Object, attachment: Object, disk: str) -> None
     """
     cid, namespace = vm["metadata"]["name"], vm["metadata"]["namespace"]
     if not attachment["spec"].get("nodeName"):
-        return
+        return  # The attachment has never run, so nothing is mounted.
     name = names.detachment(cid, disk)
     patience = str(session.config.timeouts.unmount)
     uids = [vm["metadata"]["uid"], attachment["metadata"]["uid"]]
@@ -130,7 +134,7 @@ def unmount(session: Session, vm: Object, attachment: Object, disk: str) -> None
     body = _helper(session, attachment, cid, name, names.KIND_DETACHMENT, arguments)
     body["metadata"]["labels"][names.DISK] = names.value(disk)
     try:
-        _run(session, namespace, body, session.config.timeouts.unmount)
+        _run(session, namespace, body, work_s=session.config.timeouts.unmount)
     except CpiError as exc:
         raise CpiError(
             f"cannot detach the disk {disk} from {cid}: {exc}. It stays attached; `bosh recreate` ends the VM first",
@@ -150,7 +154,7 @@ def bound(session: Session, vm: Object) -> None:
     name = f"bound-{names.tail(cid)}"
     body = _helper(session, vm, cid, name, names.KIND_BOUND, ["bound", f"{TARGET}/{cid}"])
     try:
-        _run(session, namespace, body, 0)
+        _run(session, namespace, body, work_s=0)
     except CpiError as exc:
         raise CpiError(f"cannot keep {cid} from filling its node's disk: {exc}", ok_to_retry=exc.ok_to_retry) from exc
 
@@ -182,15 +186,15 @@ def of(session: Session, vm: str) -> list[Object]:
 
 
 def disks_of(attachments: Sequence[Object]) -> list[str]:
-    """Return the disks of these attachments, including those that are being deleted but still wait for the VM to stop
-    using the disk.
+    """Return the disks of ``attachments``. An attachment that is being deleted counts until its container has
+    stopped.
     """
     kept = [pod for pod in attachments if not pods.has_stopped(pod)]
     return [claim for pod in kept for claim in manifests.claims_of(pod)]
 
 
-def end_all(session: Session, vm: str) -> bool:
-    """Delete the helper pods for a VM whose pod is gone. Return True if there were any."""
+def end_all(session: Session, vm: str) -> None:
+    """Delete the helper pods for a VM whose pod is gone. If a disk cannot be unmounted, only log why."""
     namespace, found = session.namespace_of(vm), of(session, vm)
     for pod in found:
         session.client.delete(PODS, namespace, pod["metadata"]["name"])
@@ -204,7 +208,6 @@ def end_all(session: Session, vm: str) -> bool:
         if not is_unmounted:
             log.say(f"pod {name}: its node has not unmounted the disk; deleted by force")
             session.client.delete(PODS, namespace, name, grace_s=0)
-    return bool(found)
 
 
 def reboot(session: Session, vm: Object) -> None:
@@ -214,7 +217,8 @@ def reboot(session: Session, vm: Object) -> None:
     cid, namespace, uid = vm["metadata"]["name"], vm["metadata"]["namespace"], vm["metadata"]["uid"]
     grace = vm["spec"].get("terminationGracePeriodSeconds", 0)
     name = f"reboot-{names.tail(cid)}"
-    before = _restarts(vm)
+    before = _restart_count(vm)
+    # An interrupted call may have left its helper behind.
     pods.end(session, namespace, name, grace_s=0, is_name_needed=True)
     body = _helper(session, vm, cid, name, names.KIND_REBOOT, ["reboot", uid, str(grace)])
     _create_or_find(session, namespace, body)
@@ -223,7 +227,7 @@ def reboot(session: Session, vm: Object) -> None:
         for state in session.client.follow(PODS, namespace, cid, deadline):
             if state is None or state["metadata"]["uid"] != uid:
                 raise CpiError(f"cannot reboot {cid}: its pod was deleted meanwhile")
-            if _restarts(state) > before and pods.is_ready(state):
+            if _restart_count(state) > before and pods.is_ready(state):
                 return
             helper = session.client.find(PODS, namespace, name)
             if helper and helper.get("status", {}).get("phase") == "Failed":
@@ -233,20 +237,22 @@ def reboot(session: Session, vm: Object) -> None:
         pods.end(session, namespace, name, grace_s=0)
 
 
-def _run(session: Session, namespace: str, body: Object, timeout_s: float) -> None:
+def _run(session: Session, namespace: str, body: Object, *, work_s: float) -> None:
     """Run a helper pod that mounts the `disks.host_path` directory, and delete the pod when it is done.
 
-    Raises ``CpiError`` with the helper's last line of output if it fails.
+    The pod may take `timeouts.helper` to start and ``work_s`` seconds for its work. Raises ``CpiError`` with the
+    helper's last line of output if it fails.
     """
     name = body["metadata"]["name"]
     container = body["spec"]["containers"][0]
     body["spec"]["volumes"].append(_target(session))
     container["volumeMounts"].append(TARGET_MOUNT)
     container["lifecycle"] = {"postStart": WAIT_UNTIL_DONE}
+    # An interrupted call may have left its helper behind.
     pods.end(session, namespace, name, grace_s=0, is_name_needed=True)
     made = _create_or_find(session, namespace, body)
     try:
-        ended = pods.until_done(session, namespace, made, timeout_s=timeout_s + session.config.timeouts.helper)
+        ended = pods.until_done(session, namespace, made, timeout_s=work_s + session.config.timeouts.helper)
         if ended["status"].get("phase") == "Failed":
             raise CpiError(_failure_reason(ended))
     finally:
@@ -254,14 +260,15 @@ def _run(session: Session, namespace: str, body: Object, timeout_s: float) -> No
 
 
 def _target(session: Session) -> Object:
+    """Return the volume with the node's `disks.host_path` directory, for ``TARGET_MOUNT``."""
     hosted = {"path": session.config.disks.host_path, "type": "DirectoryOrCreate"}
     return {"name": TARGET_MOUNT["name"], "hostPath": hosted}
 
 
 def _helper(session: Session, like: Object, cid: str, name: str, kind: str, arguments: Sequence[str]) -> Object:
-    """Return a privileged pod on the node of ``like``, which is the VM or its attachment.
+    """Return a privileged pod on the node of ``like``, which is the VM's pod or one of its attachments.
 
-    The pod runs the attachment program (``PROGRAM``) from the VM's image, unless `disks.helper_image` is set.
+    The pod runs the attachment program (``PROGRAM``) in the VM's image or, if that is set, in `disks.helper_image`.
     """
     spec = like["spec"]
     disks = session.config.disks
@@ -270,6 +277,7 @@ def _helper(session: Session, like: Object, cid: str, name: str, kind: str, argu
         name,
         names.labels(kind, session.director, **{names.VM: cid}),
         {
+            # If an attachment's container is killed, it must be restarted, because it has to unmount the disk later.
             "restartPolicy": "Always" if kind == names.KIND_ATTACHMENT else "Never",
             "hostPID": True,
             "automountServiceAccountToken": False,
@@ -298,8 +306,10 @@ def _helper(session: Session, like: Object, cid: str, name: str, kind: str, argu
 
 
 def _add_program(spec: Object, like: Object) -> None:
-    """Copy the volume with the agent, its mounts and its init container from the VM's pod (``like``) to the helper pod.
-    Only a pod with an unmodified stemcell has them, because that image contains neither the agent nor its Python.
+    """Copy the agent's volume, with its mounts and its init container, from the VM's pod (``like``) to the helper pod.
+
+    Only pods with an unmodified stemcell image have this volume, because such an image does not contain the agent's
+    Python.
     """
     name = manifests.AGENT_VOLUME
     spec["volumes"] += [one for one in like.get("volumes") or [] if one["name"] == name]
@@ -320,21 +330,25 @@ def _create_or_find(session: Session, namespace: str, body: Object) -> Object:
 
 
 def _unmount_timeout(session: Session, namespace: str, vm: str, disk: str) -> str:
+    """Return the error message for a disk that was not unmounted in time. It quotes the last line of the attachment's
+    log.
+    """
     try:
-        told = session.client.log_of(namespace, names.attachment(vm, disk), 1).strip()
+        reason = session.client.log_of(namespace, names.attachment(vm, disk), 1).strip()
     except CpiError as exc:
-        told = str(exc)
+        reason = str(exc)
     return (
-        f"cannot detach the disk {disk} from {vm} within {session.config.timeouts.unmount:g} s: {told}. It is "
+        f"cannot detach the disk {disk} from {vm} within {session.config.timeouts.unmount:g} s: {reason}. It is "
         "unmounted as soon as the VM no longer uses it; `bosh recreate` ends the VM first"
     )
 
 
-def _restarts(vm: Object) -> int:
+def _restart_count(vm: Object) -> int:
     return sum(int(one.get("restartCount", 0)) for one in vm.get("status", {}).get("containerStatuses") or [])
 
 
 def _failure_reason(pod: Object) -> str:
+    """Return the error that a failed helper wrote to its termination log, or else the kubelet's reason."""
     statuses = pod.get("status", {}).get("containerStatuses") or [{}]
     ended = statuses[0].get("state", {}).get("terminated") or {}
     return str(ended.get("message") or ended.get("reason") or "its helper failed")

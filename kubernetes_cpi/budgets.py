@@ -1,4 +1,4 @@
-"""PodDisruptionBudgets for instance groups, so that a node drain evicts only one VM in a group at a time.
+"""Maintain PodDisruptionBudgets for instance groups, so that a node drain evicts only one VM in a group at a time.
 
 Kubernetes supports relative budgets, such as `maxUnavailable`, only for pods that a controller manages. VMs are bare
 pods, so each budget instead states how many pods must stay available: all of the group's pods but one.
@@ -15,9 +15,9 @@ from kubernetes_cpi.session import Session
 
 
 def keep(session: Session, namespace: str, group: str) -> None:
-    """Set a group's budget according to the number of VMs in the group.
+    """Set an instance group's PodDisruptionBudget so that only one VM at a time can be evicted.
 
-    Does nothing if the cluster does not support budgets or the account may not use them.
+    If the cluster does not support budgets, or if the account is not allowed to use them, this is only logged.
     """
     try:
         for _ in range(claims.ATTEMPTS):
@@ -31,7 +31,9 @@ def keep(session: Session, namespace: str, group: str) -> None:
 
 
 def _try_update(session: Session, namespace: str, group: str) -> bool:
-    """Try once to update the budget. Return False if another call changed it at the same time."""
+    """Count the group's VMs and create, update or delete its budget accordingly. Return False if another call changed
+    the budget at the same time.
+    """
     name = f"group-{group}"
     # Read the budget before counting the VMs, so that a concurrent change to the budget is detected as a conflict.
     found = session.client.find(BUDGETS, namespace, name)
@@ -44,6 +46,7 @@ def _try_update(session: Session, namespace: str, group: str) -> bool:
     )
     version = found["metadata"]["resourceVersion"] if found else ""
     if size < 2:
+        # ``delete`` returns None if another call has changed the budget.
         return found is None or session.client.delete(BUDGETS, namespace, name, version=version) is not None
     spec: Object = {"minAvailable": size - 1}
     if found is None:

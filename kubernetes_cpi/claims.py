@@ -1,4 +1,4 @@
-"""The disks' PersistentVolumeClaims, and the record of which VM holds each disk.
+"""Manage the disks' PersistentVolumeClaims, and record which VM holds each disk.
 
 An annotation on the claim names the VM that holds the disk. Each change to this annotation is conditional on the
 claim's `resourceVersion`, so if two calls for the same disk run concurrently, one of them fails with a conflict. The
@@ -70,8 +70,10 @@ def check_same_namespace(session: Session, vm: str, disk: str) -> None:
 
 
 def hold(session: Session, disk: str, vm: str) -> Held:
-    """Make ``vm`` the holder of a disk. Raises ``InUseError`` if another pod has the disk mounted or another VM holds
-    it.
+    """Make ``vm`` the holder of a disk.
+
+    Raises ``InUseError`` if another VM holds the disk, or if a pod mounts it. Pods of ``vm`` itself and of VMs that
+    have already detached the disk do not count.
     """
     namespace = session.namespace_of(disk)
     for _ in range(ATTEMPTS):
@@ -81,6 +83,7 @@ def hold(session: Session, disk: str, vm: str) -> Held:
         if holder not in ("", vm) and _exists(session, holder):
             # No pod mounts the disk yet, but the pod of the VM that holds the disk may be about to mount it.
             raise InUseError(f"the disk {disk} is in use by {holder}")
+        # None removes an annotation.
         change = {names.HOLDER: vm} | ({names.DETACHED_FROM: None} if former == vm else {})
         if holder == vm or annotate(session, claim, change):
             return Held(lingering, "" if former == vm else former)
@@ -88,16 +91,17 @@ def hold(session: Session, disk: str, vm: str) -> Held:
 
 
 def check_free(claim: Object, users: Sequence[Object]) -> list[str]:
-    """Check that no VM and no unrelated pod uses the disk. ``users`` are the pods that mount it.
+    """Check that no VM and no other pod uses the disk. ``users`` are the pods that mount it.
 
-    Return the VMs that have detached the disk, but whose helper pods still mount it. Raises ``InUseError`` if another
-    pod mounts it.
+    A VM that has detached the disk does not count, even if its pod still mounts the disk. Return these VMs. Raises
+    ``InUseError`` if any other pod mounts the disk, even a helper pod.
     """
     disk, holder = claim["metadata"]["name"], annotation(claim, names.HOLDER)
     for pod in users:
         owner = owner_of(pod)
         if (pod["metadata"].get("labels") or {}).get(names.VM) is None:
             raise InUseError(f"the disk {disk} is in use by the pod {owner}, which is not a VM of this CPI")
+        # A pod whose name differs from its VM's is a helper pod.
         if pod["metadata"]["name"] != owner or holder == owner:
             raise InUseError(f"the disk {disk} is in use by {owner}")
     return [owner_of(pod) for pod in users]
@@ -136,8 +140,8 @@ def _exists(session: Session, vm: str) -> bool:
 
 
 def owner_of(pod: Object) -> str:
-    """Return the name of the VM to which the pod or helper pod belongs, or the pod's own name if this CPI did not
-    create it.
+    """Return the VM to which a pod or helper pod belongs. If the pod was not created by this CPI, return the pod's own
+    name.
     """
     labels = pod["metadata"].get("labels") or {}
     owner: str = labels.get(names.VM) or pod["metadata"]["name"]
@@ -166,7 +170,7 @@ def make(session: Session, namespace: str, body: Object) -> Object:
 
 
 def check_class(session: Session, body: Object) -> None:
-    """Refuse a claim whose StorageClass does not exist. The check is skipped if the account may not read
+    """Reject a claim whose StorageClass does not exist. The check is skipped if the account is not allowed to read
     StorageClasses.
     """
     name = body["spec"].get("storageClassName")

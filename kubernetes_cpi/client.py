@@ -1,5 +1,4 @@
-"""Client for the API server: requests that are retried after temporary errors, and watches that survive lost
-connections.
+"""A client for the API server. It retries requests after temporary errors, and its watches survive lost connections.
 
 Every request is logged as one line. `timeouts.retry` limits the total duration of all attempts.
 """
@@ -52,7 +51,7 @@ class Resource(msgspec.Struct, frozen=True):
     ) -> Object:
         """Build an object of this kind from its metadata and spec."""
         return {
-            "apiVersion": self.prefix.partition("/")[2],
+            "apiVersion": self.prefix.partition("/")[2],  # The prefix also contains "api" or "apis".
             "kind": self.kind,
             "metadata": {"name": name, "labels": {**labels}, "annotations": {**(annotations or {})}},
             "spec": spec,
@@ -81,7 +80,7 @@ SNAPSHOTS: Final = Resource("apis/snapshot.storage.k8s.io/v1", "volumesnapshots"
 
 
 class Client:
-    """Client for one API server. It sends its requests sequentially over one connection."""
+    """Client for one API server. It sends its requests sequentially over one connection, but each watch has its own."""
 
     def __init__(self, access: Access, timeouts: Timeouts) -> None:
         self.access = access
@@ -111,7 +110,7 @@ class Client:
             raise
 
     def list(self, resource: Resource, namespace: str, *, labels: str = "", fields: str = "") -> Iterator[Object]:
-        """Return all objects that match the selectors, read in chunks."""
+        """Return all objects that match the selectors, reading them in chunks."""
         token = ""
         while True:
             given = {"limit": LIST_CHUNK, "continue": token, "labelSelector": labels, "fieldSelector": fields}
@@ -123,8 +122,10 @@ class Client:
                 return
 
     def create(self, resource: Resource, namespace: str, body: Object) -> Object:
-        """Create an object. Raises ``ApiError`` 409 if an object with this name exists, which may be the result of an
-        earlier attempt whose response was lost.
+        """Create an object.
+
+        Raises ``ApiError`` 409 if an object with this name exists. An earlier attempt may have created it if its
+        response was lost.
         """
         return self._object("POST", resource.path(namespace), body, name=body["metadata"]["name"])
 
@@ -144,13 +145,14 @@ class Client:
                 raise
         name = body["metadata"]["name"]
         found = self.find(resource, namespace, name)
-        if found is None:
+        if found is None:  # The object was deleted in the meantime.
             return self.create(resource, namespace, body), True
         return found, False
 
     def patch(self, resource: Resource, namespace: str, name: str, body: Object) -> Object:
-        """Merge ``body`` into an object, and return the result. If ``body`` contains a `resourceVersion` that is
-        outdated, raises ``ApiError`` 409.
+        """Merge ``body`` into an object, and return the result.
+
+        Raises ``ApiError`` 409 if ``body`` contains an outdated `resourceVersion`.
         """
         return self._object("PATCH", resource.path(namespace, name), body)
 
@@ -188,14 +190,13 @@ class Client:
         *,
         tick_s: float = WATCH_S,
     ) -> Iterator[Object | None]:
-        """Yield each state of an object, beginning with ``start`` or the current state, until ``deadline`` (monotonic).
+        """Yield each state of an object until ``deadline`` (monotonic). Yield None and stop when the object is gone.
 
-        When the object is gone, yields None and stops.
-
-        At least every ``tick_s`` seconds, the current state is yielded even if it is unchanged, so that the caller can
-        check the time.
+        The first state is ``start`` or, without it, the current state. At least every ``tick_s`` seconds, the current
+        state is yielded even if it is unchanged, so that the caller can check the time.
         """
         state, version = start, (start or {}).get("metadata", {}).get("resourceVersion", "")
+        # The caller has just read or created ``start``, so the server still has the history since its version.
         if start is None:
             state, version = self._look(resource, namespace, name)
         yield state
@@ -224,7 +225,7 @@ class Client:
     def _look(self, resource: Resource, namespace: str, name: str) -> tuple[Object | None, str]:
         """Return an object and the resource version from which to watch it.
 
-        The object's own resource version cannot be used, because the server may no longer have the history since then.
+        The object's own resource version cannot be used, because the server may have discarded the history since then.
         """
         query = urllib.parse.urlencode({"fieldSelector": f"metadata.name={name}"})
         page = self._object("GET", f"{resource.path(namespace)}?{query}", name=name)
@@ -234,6 +235,7 @@ class Client:
     # --- transport ----------------------------------------------------------------------------------------------------
 
     def _object(self, method: str, path: str, body: Object | None = None, name: str = "") -> Object:
+        """Send a request and decode the response, which must be a JSON object. ``name`` is used only in messages."""
         status, data = self._send(method, path, body, name)
         try:
             return msgspec.json.decode(data, type=Object)
@@ -246,7 +248,7 @@ class Client:
     def _send(self, method: str, path: str, body: Object | None = None, name: str = "") -> tuple[int, bytes]:
         """Send a request, retrying after temporary errors. Return the status and the body of the response.
 
-        Raises ``ApiError`` if the request was refused.
+        Raises ``ApiError`` if the request was rejected. ``name`` is used only in messages.
         """
         until = time.monotonic() + self._timeouts.retry
         what, is_renewed, attempt = f"{method} {_short(path, name)}", False, 0
@@ -276,6 +278,7 @@ class Client:
                     self.close()
                     self._tls = None
                     continue
+                # The API server also answers 409 if another request changes a quota at the same time.
                 is_overtaken = status == http.client.CONFLICT and method == "POST" and refusal.reason != ALREADY_EXISTS
                 if status not in RETRIED and not is_overtaken:
                     raise refusal
@@ -285,6 +288,7 @@ class Client:
             time.sleep(pause)  # noqa: TID251 no event loop
 
     def _exchange(self, method: str, path: str, body: Object | None) -> tuple[int, Mapping[str, str], bytes]:
+        """Send one request over the connection, which is opened if necessary. Return the status, headers and body."""
         if self._connection is None:
             self._connection = self._connect(self._timeouts.request)
         self._ask(self._connection, method, path, body)
@@ -297,8 +301,9 @@ class Client:
     def _watch(
         self, resource: Resource, namespace: str, name: str, version: str, seconds: float
     ) -> Iterator[Object | None]:
-        """Yield each state of an object after the resource version ``version``, until the server closes the watch after
-        about ``seconds``.
+        """Watch an object, and yield each of its states since the resource version ``version``.
+
+        The server closes the watch after about ``seconds`` seconds.
         """
         whole = max(1, round(seconds))
         query = urllib.parse.urlencode(
@@ -310,6 +315,7 @@ class Client:
             }
         )
         began, events = time.monotonic(), 0
+        # The server closes the watch after ``whole`` seconds. If it stays silent for longer, the connection is lost.
         with closing(self._connect(whole + self._timeouts.request)) as connection:
             self._ask(connection, "GET", f"{resource.path(namespace)}?{query}", None)
             with closing(connection.getresponse()) as response:
@@ -328,6 +334,7 @@ class Client:
                     log.call(f"WATCH {resource.plural}/{name}", f"{events} events", time.monotonic() - began)
 
     def _ask(self, connection: http.client.HTTPConnection, method: str, path: str, body: Object | None) -> None:
+        """Send a request. The caller reads the response from the connection."""
         headers = {"Accept": "application/json", "User-Agent": "kubernetes-cpi"}
         if body is not None:
             headers["Content-Type"] = MERGE_PATCH if method == "PATCH" else "application/json"
@@ -337,19 +344,21 @@ class Client:
         connection.request(method, self._server.path.rstrip("/") + path, data, headers)
 
     def _connect(self, timeout: float) -> http.client.HTTPConnection:
+        """Return a new connection to the API server, through the proxy if there is one."""
         host, port = self._server.hostname or "", self._server.port
         proxy = urllib.parse.urlsplit(self.access.proxy)
-        first, first_port = (proxy.hostname, proxy.port) if proxy.hostname else (host, port)
+        peer, peer_port = (proxy.hostname, proxy.port) if proxy.hostname else (host, port)
         connection: http.client.HTTPConnection
         if self._server.scheme == "https":
-            connection = http.client.HTTPSConnection(first, first_port, timeout=timeout, context=self._context())
+            connection = http.client.HTTPSConnection(peer, peer_port, timeout=timeout, context=self._context())
         else:
-            connection = http.client.HTTPConnection(first, first_port, timeout=timeout)
+            connection = http.client.HTTPConnection(peer, peer_port, timeout=timeout)
         if proxy.hostname:
             connection.set_tunnel(host, port or http.client.HTTPS_PORT)
         return connection
 
     def _context(self) -> ssl.SSLContext:
+        """Return the TLS context. Create it if there is none yet, or if the credentials have been renewed."""
         if self._tls is None:
             try:
                 self._tls = _tls(self.access)
@@ -363,7 +372,7 @@ def _url(text: str, what: str) -> urllib.parse.SplitResult:
     try:
         found = urllib.parse.urlsplit(text)
         is_good = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
-        (found.hostname or "").encode("idna")
+        (found.hostname or "").encode("idna")  # Raises UnicodeError, a ValueError, for an invalid host name.
     except ValueError:
         is_good = False
     if not is_good or "@" in found.netloc or not re.fullmatch(HEADER_VALUE, text):
@@ -389,6 +398,7 @@ class _NamedContext(ssl.SSLContext):
 
 
 def _tls(access: Access) -> ssl.SSLContext:
+    """Return a TLS context with the CA and the client certificate."""
     if access.tls_server_name:
         context: ssl.SSLContext = _NamedContext(ssl.PROTOCOL_TLS_CLIENT)
         context.name = access.tls_server_name  # type: ignore[attr-defined]
@@ -408,9 +418,7 @@ def _tls(access: Access) -> ssl.SSLContext:
 
 
 class _private_file:  # noqa: N801 - used as a function
-    """A context manager that writes text to a file that only this process can read. It is needed because `ssl` loads
-    keys only from files.
-    """
+    """Makes a text available as a file that only this process can read, because `ssl` loads keys only from files."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -425,7 +433,7 @@ class _private_file:  # noqa: N801 - used as a function
 
 
 def _refusal(what: str, status: int, data: bytes) -> ApiError:
-    """Convert the server's response to a refused request, a Status object, to an ``ApiError``.
+    """Convert the Status object that the server sends for a rejected request to an ``ApiError``.
 
     If a proxy sent an error page instead of a Status object, the error quotes the page's first 200 bytes.
     """
@@ -447,18 +455,19 @@ def _retry_after(headers: Mapping[str, str]) -> float:
 
 
 def _jittered(seconds: float) -> float:
-    """Shorten a pause by a random amount, so that clients that failed at the same time do not all retry at the same
-    time.
+    """Shorten a pause by a random amount of up to half. Otherwise, clients whose requests failed together would also
+    retry together.
     """
     return seconds * (0.5 + os.urandom(1)[0] / 512)
 
 
 def _short(path: str, name: str = "") -> str:
-    """Shorten an API path to `PLURAL/NAME` for the log."""
+    """Shorten an API path to `PLURAL/NAME` for the log. ``name`` is the object's name if it is not in the path."""
     plain, _, query = path.partition("?")
     steps = urllib.parse.unquote(plain).split("/")
-    at = steps.index("namespaces") + 2 if "namespaces" in steps else len(steps) - 2
-    return "/".join([*steps[at:], *([name] if name else [])]) + (" (dry run)" if query == DRY_RUN else "")
+    # A path has the form PREFIX/namespaces/NAMESPACE/PLURAL/NAME or, for a cluster-wide object, PREFIX/PLURAL/NAME.
+    start = steps.index("namespaces") + 2 if "namespaces" in steps else len(steps) - 2
+    return "/".join([*steps[start:], *([name] if name else [])]) + (" (dry run)" if query == DRY_RUN else "")
 
 
 def _reason(exc: BaseException) -> str:

@@ -17,10 +17,10 @@ CONFIG: Final = "configuration as JSON (the job has it in /var/vcap/jobs/kuberne
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command.
+    """Run the command in ``arguments`` and return its exit code.
 
-    Return the exit code: 1 after an error, if ``doctor`` finds something ``WRONG``, or if ``leftovers`` finds any
-    leftovers and is not told to delete them (``--delete``); otherwise 0.
+    The code is 1 if the command fails, if ``doctor`` reports something ``WRONG``, or if ``leftovers`` finds any
+    leftovers and ``--delete`` is not set. Otherwise, the code is 0.
     """
     parser = argparse.ArgumentParser(prog="python -m kubernetes_cpi")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -36,6 +36,7 @@ def run(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     log.reset()
     try:
+        # Only ``leftovers`` needs the Director's UUID, because it lists only the objects of that Director.
         context = {"director_uuid": records.director() if given.command == "leftovers" else ""}
         with contextlib.closing(session.opened(configuration.load(given.config, {}), context)) as opened:
             return _doctor(opened) if given.command == "doctor" else _leftovers(opened, given.delete)
@@ -45,7 +46,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _doctor(opened: session.Session) -> int:
+    """Print the findings. Return 1 if one of them is ``WRONG``."""
     states = set()
+    # Suppress the log, which would list every call to the cluster.
     with contextlib.redirect_stderr(io.StringIO()):
         for one in doctor.findings(opened):
             states.add(one.state)
@@ -56,6 +59,10 @@ def _doctor(opened: session.Session) -> int:
 
 
 def _leftovers(opened: session.Session, is_deleting: bool) -> int:
+    """Print the unknown VMs, disks and snapshots. Return 1 if there are any. If ``is_deleting`` is set, delete the VMs
+    and return 0.
+    """
+    # Suppress the log, which would list every call to the cluster.
     with contextlib.redirect_stderr(io.StringIO()):
         found = leftovers.unknown(opened, is_deleting=is_deleting)
         for one in found:

@@ -1,5 +1,5 @@
-"""The configuration: the job's file, overridden by properties in the cpi-config entry, which the Director sends in each
-request's context.
+"""Read the configuration from the job's file. Properties in the cpi-config entry, which the Director sends in each
+request's context, override those in the file.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class DiskOptions(Strict, frozen=True):
         AttachWay,
         doc(
             "How a disk is attached to a running VM: `live` binds it into the running pod, `recreate` replaces "
-            "the pod, and `never` refuses the request. `auto` means `live` if the namespace admits it, "
+            "the pod, and `never` rejects the request. `auto` means `live` if the namespace admits it, "
             "otherwise `recreate` on a `manual` network and `never` on other networks."
         ),
     ] = "auto"
@@ -192,6 +192,7 @@ class Config(Strict, frozen=True):
     timeouts: Annotated[Timeouts, doc("Time limits in seconds.")] = Timeouts()
 
     def __post_init__(self) -> None:
+        """Reject an invalid namespace. msgspec converts the ``ValueError`` to a ``ValidationError``."""
         if self.namespace:
             check_namespace(self.namespace)
 
@@ -203,7 +204,10 @@ def check_namespace(name: str) -> None:
 
 
 def load(file: str | Path, context: Mapping[str, Any]) -> Config:
-    """Read the job's file, override it with the properties in ``context``, and validate the result."""
+    """Read the job's file, override it with the properties in ``context``, and validate the result.
+
+    If ``file`` is "", only the properties are used.
+    """
     document: dict[str, Any] = {}
     if file:
         try:
@@ -212,6 +216,7 @@ def load(file: str | Path, context: Mapping[str, Any]) -> Config:
             raise InputError(f"cannot read the configuration: {exc.strerror}: {file}") from exc
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             raise InputError(f"cannot read the configuration: {file}: {exc}") from exc
+        # Validate the file before merging it with the properties, so that error messages can name the file.
         schema.read(document, Config, origin=f"the configuration {file}")
     properties = {key: value for key, value in context.items() if key not in CONTEXT_OF_DIRECTOR}
     return schema.read(schema.merged(document, properties), Config, origin="the properties of the CPI")

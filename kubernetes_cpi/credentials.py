@@ -1,4 +1,4 @@
-"""Address and credentials for the API server: from properties, a kubeconfig (including exec plugins), or a service
+"""Find the API server's address and credentials in properties, a kubeconfig (including exec plugins), or a service
 account.
 """
 
@@ -45,15 +45,20 @@ class Access(msgspec.Struct):
     ca: str = ""
     """The API server's CA certificate, in PEM format."""
     is_verified: bool = True
+    """Whether the API server's certificate is checked."""
     tls_server_name: str = ""
+    """Name to expect in the certificate instead of the server's host name, or ""."""
     proxy: str = ""
+    """URL of the proxy through which to connect, or ""."""
     namespace: str = DEFAULT_NAMESPACE
     token: str = ""
     token_file: Path | None = None
     certificate: str = ""
     key: str = ""
     plugin: Mapping[str, Any] | None = None
+    """The `exec` section of a kubeconfig user."""
     origin: str = "the configuration"
+    """Where the credentials come from, for error messages."""
 
     def renew(self) -> None:
         """Read the credentials again, in case they have changed, and redact them in the log."""
@@ -70,7 +75,7 @@ class Access(msgspec.Struct):
             )
 
     def _run_plugin(self, plugin: Mapping[str, Any]) -> None:
-        """Run a client-go credential plugin (client.authentication.k8s.io)."""
+        """Run a client-go credential plugin (client.authentication.k8s.io), and store the credentials it prints."""
         import subprocess
 
         version = plugin.get("apiVersion", "client.authentication.k8s.io/v1")
@@ -89,8 +94,8 @@ class Access(msgspec.Struct):
             raise InputError(f"cannot get credentials from {command[0]}: {exc.strerror}") from exc
         except subprocess.SubprocessError as exc:
             # Leave out the exception's message, because it quotes the command's arguments.
-            told = (getattr(exc, "stderr", None) or b"").decode(errors="replace").strip()
-            raise InputError(f"cannot get credentials from {command[0]}: {told or type(exc).__name__}") from None
+            output = (getattr(exc, "stderr", None) or b"").decode(errors="replace").strip()
+            raise InputError(f"cannot get credentials from {command[0]}: {output or type(exc).__name__}") from None
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise InputError(f"cannot get credentials from {command[0]}: it printed no ExecCredential") from None
         self.token = status.token or ""
@@ -107,6 +112,7 @@ def access(cluster: Cluster) -> Access:
 
 
 def _from_properties(cluster: Cluster) -> Access:
+    """Return the access that the properties describe. Without credentials in them, use the pod's service account."""
     has_credentials = bool(cluster.token or cluster.token_file or cluster.client_certificate)
     mounted = SERVICE_ACCOUNT / "token"
     if not has_credentials and not mounted.exists():
@@ -130,6 +136,7 @@ def _from_properties(cluster: Cluster) -> Access:
 
 
 def _from_kubeconfig(cluster: Cluster) -> Access:
+    """Return the access that the kubeconfig describes. Paths in a kubeconfig file are relative to its directory."""
     origin = f"the kubeconfig {cluster.kubeconfig_file}" if not cluster.kubeconfig else "`cluster.kubeconfig`"
     base = Path(cluster.kubeconfig_file).parent if cluster.kubeconfig_file else Path()
     document = cluster.kubeconfig or _text(Path(cluster.kubeconfig_file), "kubeconfig")
@@ -183,6 +190,9 @@ def _parsed(text: str, origin: str) -> dict[str, Any]:
 
 
 def _named(document: Mapping[str, Any], many: str, one: str, name: str, origin: str) -> dict[str, Any]:
+    """Return the content of a named kubeconfig entry. ``many`` is the key of the entry list, such as `contexts`, and
+    ``one`` the key of an entry's content, such as `context`.
+    """
     for entry in document.get(many) or []:
         if entry.get("name") == name:
             found: dict[str, Any] = entry.get(one) or {}
@@ -192,6 +202,11 @@ def _named(document: Mapping[str, Any], many: str, one: str, name: str, origin: 
 
 
 def _data_or_file(entry: Mapping[str, Any], key: str, base: Path) -> str:
+    """Return PEM data from a kubeconfig, or "" if there is none.
+
+    The data is either in the entry ``KEY-data``, encoded in base64, or in the file that the entry ``KEY`` names. The
+    file name may be relative to ``base``.
+    """
     if data := entry.get(f"{key}-data"):
         try:
             return base64.b64decode("".join(data.split()), validate=True).decode()
@@ -201,6 +216,7 @@ def _data_or_file(entry: Mapping[str, Any], key: str, base: Path) -> str:
 
 
 def _text(file: Path, what: str) -> str:
+    """Return the text of a file. Error messages call it ``what``."""
     try:
         return file.read_text()
     except OSError as exc:

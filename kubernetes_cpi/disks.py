@@ -1,4 +1,4 @@
-"""Persistent disks: their claims, and the four ways to attach a disk to a VM.
+"""Create, attach, change and delete persistent disks. There are four ways to attach a disk to a VM.
 
 A disk that is named in the create_vm request is mounted when the VM is created, so attach_disk has nothing left to do.
 A reserved disk is created and mounted together with the VM, and a later create_disk returns its cid. Any other disk is
@@ -33,8 +33,10 @@ MIB: Final = 1024**2
 
 
 def create(session: Session, size_mib: int, cloud_properties: Object | None = None, vm: Cid | None = None) -> str:
-    """Create a disk's claim, or use the claim that was reserved for the VM. Return the disk's cid without waiting until
-    a volume is bound to the claim.
+    """Create a disk's claim, or use the claim that was reserved for the VM.
+
+    Return the disk's cid without waiting until a volume is bound to the claim. ``vm`` is the VM that will use the disk,
+    or None if the Director does not know it yet.
     """
     if size_mib <= 0:
         raise InputError(f"cannot create a disk of {size_mib} MiB")
@@ -47,7 +49,7 @@ def create(session: Session, size_mib: int, cloud_properties: Object | None = No
         return reserved
     namespace = session.namespace_of(vm) if vm else session.namespace
     # The claim's name is derived from the Director's request id, so a retried request finds the claim of the first
-    # attempt.
+    # attempt. Requests from the CLI have no id.
     key = (request,) if session.request_id else (os.urandom(8).hex(),)
     body = manifests.disk_claim(
         names.cid("disk", namespace, *key), session.director, size_mib, properties, session.config
@@ -55,6 +57,8 @@ def create(session: Session, size_mib: int, cloud_properties: Object | None = No
     claims.check_class(session, body)
     made, is_new = session.client.ensure(CLAIMS, namespace, body)
     if not is_new and not _is_unused(made):
+        # The Director's request ids are random six-digit numbers, and an earlier request happened to have the same one.
+        # Create a claim with a random name instead.
         body["metadata"]["name"] = names.cid("disk", namespace, os.urandom(8).hex())
         body["metadata"]["labels"][names.DISK] = body["metadata"]["name"]
         session.client.ensure(CLAIMS, namespace, body)
@@ -63,8 +67,8 @@ def create(session: Session, size_mib: int, cloud_properties: Object | None = No
 
 
 def delete(session: Session, disk: Cid) -> None:
-    """Delete a disk's claim. If the disk is detached but a pod still mounts it, the cluster keeps the claim until that
-    pod has terminated.
+    """Delete a disk's claim, even if it has lost its volume. If the disk is detached but a pod still mounts it, the
+    cluster keeps the claim until that pod has terminated.
     """
     namespace = session.namespace_of(disk)
     claim = session.client.find(CLAIMS, namespace, disk)
@@ -79,7 +83,7 @@ def delete(session: Session, disk: Cid) -> None:
 
 
 def has(session: Session, disk: Cid) -> bool:
-    """Return True if the claim exists and is not being deleted."""
+    """Return True if the claim exists, is not being deleted and has not lost its volume."""
     return claims.find(session, disk) is not None
 
 
@@ -88,6 +92,7 @@ def attach(session: Session, vm: Cid, disk: Cid) -> dict[str, str]:
     claims.check_same_namespace(session, vm, disk)
     pod = _pod(session, vm)
     if disk in manifests.disks_of(pod):
+        # The pod already mounts the disk. The disk may have been detached since, so make the VM its holder again.
         claim = claims.get(session, disk)
         if claims.annotation(claim, names.HOLDER) != vm:
             claims.hold(session, disk, vm)
@@ -112,6 +117,7 @@ def detach(session: Session, vm: Cid, disk: Cid) -> None:
     if claim is None and not is_live:
         raise DiskNotFoundError(f"cannot detach the disk {disk}: there is no such claim")
     holder = claims.annotation(claim, names.HOLDER) if claim else vm
+    # If an earlier call has already detached the disk, this call succeeds too.
     was_detached = claim is not None and claims.annotation(claim, names.DETACHED_FROM) == vm
     if not is_live and holder != vm and not was_detached:
         raise DiskNotAttachedError(f"cannot detach the disk {disk}: it is not attached to {vm}")
@@ -134,7 +140,7 @@ def of_vm(session: Session, vm: Cid) -> list[str]:
 
 def set_metadata(session: Session, disk: Cid, metadata: Object) -> None:
     """Store the Director's metadata as labels and annotations on the claim."""
-    claims.get(session, disk)
+    claims.get(session, disk)  # This raises an error if the claim was not created by this CPI for this Director.
     vms.patch_metadata(session, CLAIMS, disk, metadata, DiskNotFoundError)
 
 
@@ -172,10 +178,11 @@ def update(session: Session, disk: Cid, size_mib: int, cloud_properties: Object 
 
 
 def _attach_live(session: Session, pod: Object, disk: str) -> dict[str, str]:
+    """Attach a disk with an attachment pod, unless that was done already. Return the hint for the agent."""
     vm = pod["metadata"]["name"]
     attachment, claim = attachments.find(session, vm, disk), claims.get(session, disk)
-    is_there = attachment is not None and pods.is_ready(attachment)
-    if not is_there or claims.annotation(claim, names.HOLDER) != vm:
+    is_mounted = attachment is not None and pods.is_ready(attachment)
+    if not is_mounted or claims.annotation(claim, names.HOLDER) != vm:
         _release(session, disk, claims.hold(session, disk, vm))
         try:
             attachments.create(session, pod, disk)
@@ -186,6 +193,10 @@ def _attach_live(session: Session, pod: Object, disk: str) -> dict[str, str]:
 
 
 def _attach_by_recreation(session: Session, pod: Object, disk: str) -> dict[str, str]:
+    """Attach a disk by recreating the VM's pod. Return the hint for the agent.
+
+    Raises ``NotSupportedError`` if the pod cannot be recreated or its recreation is not allowed.
+    """
     vm = pod["metadata"]["name"]
     if (pod["metadata"].get("annotations") or {}).get(names.ATTACH) == "never":
         raise NotSupportedError(
@@ -226,8 +237,10 @@ def _pod(session: Session, vm: str) -> Object:
 
 
 def _release(session: Session, disk: str, held: claims.Held) -> None:
-    """Free a disk for a new VM after ``claims.hold`` has returned ``held``. Each VM in ``held`` has detached the disk,
-    but its pod may still mount it; such a pod is deleted, or recreated without the disk.
+    """Free a disk from the VMs that have detached it, so that a new VM can mount it.
+
+    ``held`` is the result of ``claims.hold`` and names these VMs. If a VM's pod still mounts the disk, the pod is
+    deleted, or recreated without the disk.
     """
     for other in dict.fromkeys([*held.lingering, *filter(None, [held.detached_from])]):
         pod = session.find(PODS, other, names.KIND_VM)
@@ -251,15 +264,16 @@ def _is_unused(claim: Object) -> bool:
     """Return True if nothing has used or changed the claim since it was created, and it is not being deleted."""
     annotations = claim["metadata"].get("annotations") or {}
     is_used = any(key in annotations for key in (names.HOLDER, names.DETACHED_FROM))
-    is_told = any(key.startswith(names.METADATA) for key in [*annotations, *(claim["metadata"].get("labels") or {})])
-    return not is_used and not is_told and "deletionTimestamp" not in claim["metadata"]
+    has_metadata = any(
+        key.startswith(names.METADATA) for key in [*annotations, *(claim["metadata"].get("labels") or {})]
+    )
+    return not is_used and not has_metadata and "deletionTimestamp" not in claim["metadata"]
 
 
 def _reserved_disk(session: Session, vm: str, size_mib: int, request: str) -> str:
-    """Return the cid of the disk that was reserved for a VM, or "" if there is none or an earlier create_disk has
-    already returned it.
+    """Return the cid of the disk that was reserved for a VM, or "" if no disk is available.
 
-    A retry of that earlier create_disk gets the cid again.
+    Only one create_disk request gets the disk. A retry of that request gets the same cid again.
     """
     namespace = session.namespace_of(vm)
     name = manifests.reserved_name(vm, namespace)
@@ -268,18 +282,23 @@ def _reserved_disk(session: Session, vm: str, size_mib: int, request: str) -> st
         if claim is None:
             return ""
         if claims.annotation(claim, names.RESERVED_FOR) != vm:
-            # The disk has already been handed out, either to an earlier attempt of this request whose response was
-            # lost, or to a different request.
+            # create_disk has already returned this disk, either to a different request or to an earlier attempt of
+            # this request, whose response was lost.
             return name if session.request_id and claims.annotation(claim, names.REQUEST) == request else ""
         if manifests.amount_of(claim["spec"]["resources"]["requests"]["storage"]) < size_mib * MIB:
-            _grow(session, claim, size_mib)
+            _grow(session, claim, size_mib)  # This changes the claim, so the next iteration reads it again.
         elif claims.annotate(session, claim, {names.RESERVED_FOR: None, names.REQUEST: request}):
             return name
     raise CpiError(f"cannot return the reserved disk {name}: other calls keep changing its claim", ok_to_retry=True)
 
 
 def _grow(session: Session, claim: Object, size_mib: int) -> None:
-    """Request a larger volume, and wait for up to `timeouts.resize` until it has grown."""
+    """Request a larger volume, and wait for up to `timeouts.resize` until it has grown.
+
+    If that takes longer, only log this, because the cluster continues to grow the volume.
+
+    If no volume is bound to the claim yet, do not wait, because the new volume will have the requested size.
+    """
     name, wanted = claim["metadata"]["name"], size_mib * MIB
     has = manifests.amount_of(claim["spec"]["resources"]["requests"]["storage"])
     if wanted < has:
@@ -296,6 +315,7 @@ def _grow(session: Session, claim: Object, size_mib: int) -> None:
     for state in session.client.follow(CLAIMS, claim["metadata"]["namespace"], name, deadline, changed):
         status = (state or {}).get("status", {})
         has_grown = manifests.amount_of(status.get("capacity", {}).get("storage", "0")) >= wanted
+        # In this state, the volume has grown, and its file system grows at the next mount.
         is_pending = any(one["type"] == "FileSystemResizePending" for one in status.get("conditions") or [])
         if state is None or has_grown or is_pending:
             return
@@ -305,7 +325,7 @@ def _grow(session: Session, claim: Object, size_mib: int) -> None:
 def _check_expansion(session: Session, claim: Object) -> None:
     """Refuse to grow a disk whose StorageClass does not allow it.
 
-    If the account may not read the class, this check is left to the API server.
+    If the account is not allowed to read the class, this check is left to the API server.
     """
     name = claim["spec"].get("storageClassName")
     try:
@@ -321,7 +341,9 @@ def _check_expansion(session: Session, claim: Object) -> None:
 
 
 def _patch(session: Session, claim: Object, spec: Object) -> Object:
-    """Change a claim, and return it. Raises ``NotSupportedError`` if the cluster refuses the change."""
+    """Merge ``spec`` into a claim's spec, and return the claim. Raises ``NotSupportedError`` if the cluster rejects the
+    change.
+    """
     metadata = claim["metadata"]
     try:
         return session.client.patch(CLAIMS, metadata["namespace"], metadata["name"], {"spec": spec})

@@ -34,7 +34,9 @@ PERMISSIONS: Final = {
     "pods/log": "get",
     "volumesnapshots.snapshot.storage.k8s.io": "create delete get list watch",
 }
-"""Required verbs for each resource, as in deploy/cpi/base/role.yaml."""
+"""Required verbs for each resource, as in deploy/cpi/base/role.yaml. The keys have the form
+RESOURCE[/SUBRESOURCE][.GROUP].
+"""
 IMAGE: Final = "registry.invalid/doctor@sha256:" + "0" * 64
 TIERS: Final = ("restricted", "base", "userns", "privileged")
 APPLY: Final = "kubectl apply -k deploy/cpi/LEVEL"
@@ -50,12 +52,13 @@ class CheckRow(msgspec.Struct, frozen=True):
 
 
 def findings(session: Session) -> Iterator[CheckRow]:
-    """Check everything that can be checked without creating a VM. If the cluster is unreachable, yield only that
-    finding.
+    """Yield the result of every check that is possible without creating a VM. If the cluster is unreachable, yield only
+    that result.
     """
     try:
         session.client.find(PODS, session.namespace, "doctor")
     except CpiError as exc:
+        # A 403 shows that the cluster is reachable. ``_permissions`` reports what is missing.
         if not (isinstance(exc, ApiError) and exc.status == http.client.FORBIDDEN):
             yield CheckRow("cluster", WRONG, str(exc), "`cluster` of the configuration: address, CA, token")
             return
@@ -68,6 +71,7 @@ def findings(session: Session) -> Iterator[CheckRow]:
 
 
 def _permissions(session: Session) -> Iterator[CheckRow]:
+    """Check that the account has all required permissions, and that it cannot list Secrets."""
     missing = []
     for name, verbs in PERMISSIONS.items():
         resource, _, group = name.partition(".")
@@ -85,16 +89,20 @@ def _permissions(session: Session) -> Iterator[CheckRow]:
 
 
 def _is_allowed(session: Session, attributes: Object) -> bool:
+    """Return True if the account is allowed to perform an action. ``attributes`` are the `resourceAttributes` of an
+    access review.
+    """
     body: Object = {
         "apiVersion": "authorization.k8s.io/v1",
         "kind": "SelfSubjectAccessReview",
-        "metadata": {"name": ""},
+        "metadata": {"name": ""},  # ``Client.create`` needs a name for its messages.
         "spec": {"resourceAttributes": attributes},
     }
     return bool(session.client.create(ACCESS_REVIEWS, "", body).get("status", {}).get("allowed"))
 
 
 def _bus(session: Session) -> CheckRow:
+    """Check the configured bus address. The Director's `agent.env`, which may override it, is not known here."""
     try:
         vms.bus_schemes(session.config.agent.mbus, {})
     except InputError as exc:
@@ -103,6 +111,10 @@ def _bus(session: Session) -> CheckRow:
 
 
 def _tiers(session: Session) -> Iterator[CheckRow]:
+    """Use dry runs to check which security tiers and which ways of attaching disks the namespace admits.
+
+    A tier that is not admitted is ``WRONG`` only if it is the configured one.
+    """
     default = schema.read(session.config.vms, VmProperties, origin="`vms` of the configuration").tier
     for tier in TIERS:
         refusal = _refusal(session, tier)
@@ -115,12 +127,14 @@ def _tiers(session: Session) -> Iterator[CheckRow]:
     if not refusal:
         yield CheckRow("disks.attach", OK, f"{way}: disks reach running VMs live")
         return
+    # With `auto`, disks can still be attached to running VMs on manual networks.
     state = WRONG if way == "live" else OK if way in ("recreate", "never") else LIMITED
     change = "a namespace of the level `privileged`, reserved disks, `disks.attach: recreate`, or a manual network"
     yield CheckRow("disks.attach", state, f"{way}; no live disks: {refusal}", change if state != OK else "")
 
 
 def _refusal(session: Session, tier: str) -> str:
+    """Return why the namespace does not admit a VM of this tier, or "" if it does."""
     try:
         session.client.try_create(PODS, session.namespace, manifests.pod(_vm(session, tier)))
     except ApiError as exc:
@@ -129,6 +143,7 @@ def _refusal(session: Session, tier: str) -> str:
 
 
 def _vm(session: Session, tier: str) -> Vm:
+    """Return a VM for a dry run. It has no live disks, because a namespace may admit its tier but not live disks."""
     properties = schema.read(
         schema.merged(session.config.vms, {"tier": tier}), VmProperties, origin="`vms` of the configuration"
     )
@@ -149,6 +164,7 @@ def _vm(session: Session, tier: str) -> Vm:
 
 
 def _classes(session: Session) -> Iterator[CheckRow]:
+    """Check the configured StorageClass."""
     name = session.config.disks.storage_class
     if not name:
         yield CheckRow(
@@ -168,11 +184,13 @@ def _classes(session: Session) -> Iterator[CheckRow]:
 
 
 def _extras(session: Session) -> Iterator[CheckRow]:
+    """Check optional permissions, and report what is impossible without them."""
     for subject, resource, namespace, lost in (
         ("snapshots", SNAPSHOTS, session.namespace, "snapshot_disk is not implemented"),
         ("nodes", NODES, "", "delete_vm cannot distinguish a healthy node from a dead one"),
     ):
         try:
+            # ``find`` would also return None if the cluster had no VolumeSnapshots.
             if resource is SNAPSHOTS:
                 list(session.client.list(resource, namespace))
             else:

@@ -33,6 +33,8 @@ class CpiRequest(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
+    """The error in a response. The Director converts ``type`` to an exception class."""
+
     type: str
     message: str
     ok_to_retry: bool
@@ -69,9 +71,11 @@ def answer(raw: bytes, arguments: Sequence[str]) -> bytes:
 
         # Leave out the exception's message, because it may quote a secret in a form that redaction does not recognize.
         frames = traceback.extract_tb(exc.__traceback__)
-        told = f"cannot {name}: {type(exc).__name__} in {frames[-1].name}, a bug in this CPI; its log has the traceback"
-        log.say("".join(frames.format()) + told)
-        error = Failure(CpiError.type_name, told, False)
+        message = (
+            f"cannot {name}: {type(exc).__name__} in {frames[-1].name}, a bug in this CPI; its log has the traceback"
+        )
+        log.say("".join(frames.format()) + message)
+        error = Failure(CpiError.type_name, message, False)
     response = CpiResponse(result, error, log.summary(name, time.monotonic() - began))
     try:
         return msgspec.json.encode(response)
@@ -81,6 +85,7 @@ def answer(raw: bytes, arguments: Sequence[str]) -> bytes:
 
 
 def _config_file(arguments: Sequence[str]) -> str:
+    """Return the path after ``--config``, or "" if the configuration is only in the request's context."""
     match arguments:
         case []:
             return ""

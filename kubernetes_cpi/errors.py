@@ -1,4 +1,4 @@
-"""The CPI's errors, one class for each error type that the Director knows (clouds/errors.rb, external_cpi.rb).
+"""The CPI's errors. Each ``type_name`` is an error type that the Director knows (clouds/errors.rb, external_cpi.rb).
 
 Messages have the form ``cannot X: reason``, followed by what to do next if there is something to do.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 
 class CpiError(Exception):
-    """A CPI call has failed. The Director's reaction depends on ``type_name``, and it retries only if ``ok_to_retry``
-    is True.
+    """A CPI call failed. The Director's reaction depends on ``type_name``. The Director reads ``ok_to_retry`` only if
+    create_vm fails with a ``VMCreationFailedError``.
     """
 
     type_name = "Bosh::Clouds::CloudError"
@@ -43,8 +43,10 @@ class VMNotFoundError(CpiError):
 
 
 class VMCreationFailedError(CpiError):
-    """A VM could not be created, and all its objects were removed. If ``ok_to_retry`` is True, the Director retries
-    immediately.
+    """A pod cannot start, or another object of a VM cannot be created.
+
+    By the time create_vm reports this error, it has removed the VM's objects. The Director retries create_vm
+    immediately if ``ok_to_retry`` is True.
     """
 
     type_name = "Bosh::Clouds::VMCreationFailed"
@@ -59,7 +61,7 @@ class DiskNotAttachedError(CpiError):
 
 
 class ApiError(CpiError):
-    """The API server refused a request. ``status`` and ``reason`` come from its Status object."""
+    """The API server rejected a request. ``status`` and ``reason`` come from its Status object."""
 
     def __init__(self, message: str, *, status: int, reason: str = "", ok_to_retry: bool | None = None) -> None:
         super().__init__(message, ok_to_retry=ok_to_retry)

@@ -27,7 +27,7 @@ class Leftover(msgspec.Struct):
     cid: str
     objects: list[str]
     advice: str
-    """How the operator can delete a disk or snapshot, or why it may not be a leftover. "" for a VM, which ``remove``
+    """How the operator can delete a disk or snapshot, or why it might not be a leftover. "" for a VM, which ``remove``
     deletes.
     """
 
@@ -65,6 +65,9 @@ def remove(session: Session, found: list[Leftover]) -> Iterator[str]:
 
 
 def _of_director(session: Session, resource: Resource) -> Iterator[Object]:
+    """Return this Director's objects of a kind. Snapshots are skipped if they cannot be listed, because a cluster need
+    not support them.
+    """
     selector = f"{names.MANAGED_BY}={names.OURS},{names.DIRECTOR}={names.value(session.director)}"
     try:
         yield from session.client.list(resource, session.namespace, labels=selector)
@@ -74,7 +77,7 @@ def _of_director(session: Session, resource: Resource) -> Iterator[Object]:
 
 
 def _owner(one: Object) -> str:
-    """Return the VM, disk or snapshot to which an object belongs, or "" if several VMs share it."""
+    """Return the cid of the VM, disk or snapshot to which an object belongs, or "" if several VMs share it."""
     labels, name = one["metadata"]["labels"], one["metadata"]["name"]
     if labels.get(names.KIND) in (names.KIND_DISK, names.KIND_SNAPSHOT):
         return str(name)
@@ -82,6 +85,9 @@ def _owner(one: Object) -> str:
 
 
 def _is_known(one: Object, owner: str, known: Records, orphaned: set[str]) -> bool:
+    """Return True if the Director knows the owner of an object. ``orphaned`` contains the cids of orphaned disks as
+    label values.
+    """
     labels, annotations = one["metadata"]["labels"], one["metadata"].get("annotations") or {}
     match labels.get(names.KIND):
         case names.KIND_DISK:
@@ -89,13 +95,14 @@ def _is_known(one: Object, owner: str, known: Records, orphaned: set[str]) -> bo
             # VM.
             return owner in known.disks or annotations.get(names.HOLDER) in known.vms
         case names.KIND_SNAPSHOT:
+            # The Director does not list the snapshots of orphaned disks.
             return owner in known.snapshots or labels.get(names.DISK) in orphaned
         case _:
             return owner in known.vms
 
 
 def _advice(one: Object, owner: str, known: Records) -> str:
-    """Return how to delete a disk or snapshot, or why it may not be a leftover. Return "" for a VM."""
+    """Return how to delete a disk or snapshot, or why it might not be a leftover. Return "" for a VM."""
     metadata = one["metadata"]
     described = {**(metadata.get("annotations") or {}), **metadata["labels"]}
     deployment = described.get(f"{names.METADATA}deployment", "DEPLOYMENT")

@@ -24,14 +24,14 @@ _calls: list[float] = []
 
 
 def reset() -> None:
-    """Forget the secrets and calls of the previous request."""
+    """Forget the secrets and calls of the previous request. Only tests serve several requests in one process."""
     _secrets.clear()
     _calls.clear()
 
 
 def say(text: str) -> None:
     """Write a message to the log. It may have several lines."""
-    with contextlib.suppress(OSError):  # a call must not fail because nobody reads its log any more
+    with contextlib.suppress(OSError):  # A call must not fail because nobody reads its log any more.
         sys.stderr.write(redacted(text.rstrip("\n")) + "\n")
         sys.stderr.flush()
 
@@ -55,6 +55,7 @@ def hide(document: Any) -> None:
 
 def redacted(text: str) -> str:
     """Redact the secrets in ``text``, whether they are in plain text, in base64, or escaped as in Python or JSON."""
+    # Replace long secrets first, because they may contain shorter ones.
     for secret in sorted(_secrets, key=len, reverse=True):
         coded, quoted = base64.b64encode(secret.encode()).decode(), msgspec.json.encode(secret).decode()
         for form in (secret, coded, quoted[1:-1], repr(secret)[1:-1]):
@@ -63,6 +64,11 @@ def redacted(text: str) -> str:
 
 
 def _texts(document: Any) -> Iterable[str]:
+    """Return the strings in a document that must be hidden in the log: each string, its lines, and the passwords in
+    URLs.
+
+    The first and last lines of PEM blocks are not secret and are left out.
+    """
     if isinstance(document, str):
         yield document
         for userinfo in _USERINFO.findall(document):

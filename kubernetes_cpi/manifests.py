@@ -1,4 +1,5 @@
-"""Build the documents for pods, Secrets and claims. The functions are pure, so equal requests produce equal documents.
+"""Build the documents for pods, Secrets, claims, and the Services, Ingresses and NetworkPolicies of instance groups.
+The functions are pure, so equal requests produce equal documents.
 
 All of the fields have been supported since Kubernetes 1.20, except those that only some tiers and properties use.
 """
@@ -101,7 +102,7 @@ class Vm(msgspec.Struct, frozen=True):
 def settings(vm: Vm, agent_id: str, env: Mapping[str, Any], agent: AgentOptions) -> Object:
     """Return the agent's settings document (settings/settings.go).
 
-    It contains no disks, because the Director sends these to the agent over the bus.
+    It does not list disks, because the agent learns about them from the Director over the bus.
     """
     return {
         "agent_id": agent_id,
@@ -174,6 +175,7 @@ def disk_claim(name: str, director: str, size: Size, properties: DiskProperties,
 
 
 SNAPSHOT_CLASS: Final = "cpi.bosh.io/snapshot-class"
+"""Annotation on a disk's claim: the VolumeSnapshotClass for its snapshots."""
 
 
 def data_claim(vm: Vm) -> Object:
@@ -213,9 +215,8 @@ def text(document: Object) -> str:
 def group_service(service: KubernetesService, vm: Vm) -> Object:
     """Return a Service for the VM's instance group.
 
-    An annotation names the VM, so every new VM in the group changes the Service and its `resourceVersion`. A concurrent
-    delete_vm that has just found the group empty therefore does not delete the Service, because it requires the old
-    `resourceVersion`.
+    An annotation names the VM, so every new VM in the group changes the Service's `resourceVersion`. A concurrent
+    delete_vm that has just found the group empty requires the old `resourceVersion`, so it does not delete the Service.
     """
     spec: Object = {
         "type": service.type,
@@ -264,16 +265,20 @@ def _rules(policy: NetworkPolicy | None) -> Mapping[str, list[dict[str, Any]]]:
 
 
 def _labels_of_group(kind: str, vm: Vm) -> dict[str, str]:
-    """Return the labels for an object that all VMs in a group share."""
+    """Return the labels for an object that all VMs in a group share.
+
+    If the VM has no group, the group's label has a value that no pod has, so that the object belongs only to this VM.
+    """
     return names.labels(kind, vm.director, **{names.GROUP: vm.group or names.digest(vm.cid)})
 
 
 def _policy_name(vm: Vm) -> str:
+    """Return the name of the NetworkPolicy for the VM's group, or for the VM alone if it has no group."""
     return GROUP_PREFIX + (vm.group or names.digest(vm.cid))
 
 
 def _members(vm: Vm) -> dict[str, str]:
-    """Return the labels that select the pods of the VM's group, or only the VM's own pod if it has no group."""
+    """Return the labels that select the pods of the VM's group or, if the VM has no group, only its own pod."""
     return {names.GROUP: vm.group} if vm.group else {names.VM: vm.cid, names.KIND: names.KIND_VM}
 
 
@@ -283,14 +288,15 @@ def quantity(size: Size) -> str:
 
 
 def amount_of(quantity: str) -> float:
-    """Convert a Kubernetes quantity to a number of bytes or CPUs."""
+    """Convert a Kubernetes quantity such as `512Mi` or `500m` to a number of bytes or CPUs."""
     number = quantity.rstrip("mkKMGTPEi")
     return float(number) * _UNITS[quantity[len(number) :]]
 
 
 def requests_of(pod: Object) -> dict[str, str]:
-    """Return the resource requests of a VM's container. They are also those of the whole pod, because the init
-    container that copies the agent requests nothing.
+    """Return the resource requests of a VM's container.
+
+    The whole pod has the same requests, because the init container that copies the agent requests nothing.
     """
     requests = pod["spec"]["containers"][0].get("resources", {}).get("requests") or {}
     return {resource: str(quantity) for resource, quantity in requests.items()}
@@ -310,7 +316,7 @@ def pod(vm: Vm) -> Object:
         "command": ["/usr/bin/env", "-i", f"AGENT_SHIM_GRACE={properties.grace}", _start(properties)],
         "securityContext": _container_security(properties),
         "ports": [{"name": "agent", "containerPort": AGENT_PORT}, *_ports(properties)],
-        # There is no liveness probe, because it would end all jobs whenever the agent is slow; PID 1 already restarts
+        # There is no liveness probe, because it would kill all jobs whenever the agent is slow. PID 1 already restarts
         # an agent that has exited. Readiness does not depend on the bus, for two reasons: the Director admits an agent
         # to the bus only after create_vm has returned, and Services must keep working while the bus is down.
         "readinessProbe": {
@@ -358,7 +364,7 @@ def pod(vm: Vm) -> Object:
 
 
 def with_disks(pod: Object, disks: Sequence[str]) -> Object:
-    """Return a copy of the pod that mounts these disks."""
+    """Return a copy of the pod that also mounts ``disks``."""
     made = _copied(pod)
     for disk in disks:
         name = f"disk-{names.tail(disk)}"
@@ -369,7 +375,7 @@ def with_disks(pod: Object, disks: Sequence[str]) -> Object:
 
 
 def pinned(pod: Object, node: str) -> Object:
-    """Return the pod with a node affinity that makes the scheduler place it on this node.
+    """Return a copy of the pod with a node affinity that makes the scheduler place it on this node.
 
     Setting `nodeName` would bypass the scheduler, and claims that are bound on first use would then stay unbound.
     """
@@ -405,11 +411,13 @@ def live_disks(pod: Object) -> str:
 
 
 def _volumes(vm: Vm) -> tuple[list[Object], list[Object]]:
+    """Return the pod's volumes except persistent disks, and their mounts in the container."""
     properties = vm.properties
     settings = {"secretName": vm.cid, "defaultMode": 0o400, "items": [{"key": SETTINGS, "path": SETTINGS}]}
     volumes: list[Object] = [{"name": "settings", "secret": settings}]
     mounts: list[Object] = [{"name": "settings", "mountPath": SETTINGS_DIRECTORY, "readOnly": True}]
     if properties.tier == "restricted":
+        # The root file system is read-only in this tier.
         for name, path, source in (
             ("vcap", "/var/vcap", {}),
             # The settings are mounted below this directory. Without this volume, the runtime would create the directory
@@ -468,9 +476,12 @@ def _copier(vm: Vm, agent: AgentImage) -> Object:
 
 
 def _container_security(properties: VmProperties) -> Object:
+    """Return the security context of the VM's container, according to its tier. The tier `privileged` has all
+    capabilities, so the property `capabilities` has no effect there.
+    """
     tier = properties.tier
-    # With runAsUser, the kubelet would let only that user read the token, but a Director runs its CPI as vcap. Leaving
-    # runAsUser out is safe, because the image runs as root anyway.
+    # With runAsUser, the kubelet would let only that user read the token, but a Director runs its CPI as vcap. It is
+    # safe to leave out runAsUser, because the image runs as root anyway.
     user: Object = {} if properties.service_account_token else {"runAsUser": 0}
     if tier == "privileged":
         return {"privileged": True, **user}
@@ -491,6 +502,7 @@ def _container_security(properties: VmProperties) -> Object:
 
 
 def _pod_security(properties: VmProperties) -> Object:
+    """Return the pod's security context, which contains the sysctls and, in the tier without root, the user."""
     security: Object = {}
     if properties.tier == "restricted":
         security = {
@@ -521,6 +533,7 @@ def _ports(properties: VmProperties) -> list[Object]:
 def _resources(vm: Vm) -> Object:
     properties = vm.properties
     if properties.resources:
+        # The property `resources` replaces `cpu`, `cpu_limit` and `memory`.
         return dict(properties.resources)
     requests, limits = {}, {}
     if properties.cpu:
@@ -528,7 +541,7 @@ def _resources(vm: Vm) -> Object:
     if properties.cpu_limit:
         limits["cpu"] = str(properties.cpu_limit)
     if not vm.has_data_claim:
-        # Set no limit on the container's storage, because its logs would count too. The volume has its own limit.
+        # Do not limit the container's storage, because its logs would count too. The volume has its own limit.
         requests["ephemeral-storage"] = quantity(properties.ephemeral_disk.size)
     if properties.memory:
         requests["memory"] = limits["memory"] = quantity(properties.memory)
@@ -536,6 +549,7 @@ def _resources(vm: Vm) -> Object:
 
 
 def _scheduling(vm: Vm) -> Object:
+    """Return the members of the pod's spec that determine on which nodes the pod may run."""
     properties = vm.properties
     affinity: Object = _copied(properties.affinity)
     if properties.zone:
@@ -558,6 +572,7 @@ def _scheduling(vm: Vm) -> Object:
         "whenUnsatisfiable": "ScheduleAnyway",
         "labelSelector": {"matchLabels": {names.GROUP: vm.group}},
     }
+    # VMs with the same fixed zone cannot be spread over zones.
     is_spread = vm.group and properties.anti_affinity != "none" and not properties.zone
     found = {
         "affinity": affinity,
@@ -569,7 +584,10 @@ def _scheduling(vm: Vm) -> Object:
 
 
 def _require_node(affinity: Object, term: Object) -> None:
-    """Require ``term`` in the pod's node affinity, in addition to each alternative that is already there."""
+    """Change ``affinity`` so that the pod's node must also match ``term``.
+
+    ``term`` is added to each existing alternative, because a node needs to match only one of them.
+    """
     rule = affinity.setdefault("nodeAffinity", {}).setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
     terms = rule.setdefault("nodeSelectorTerms", []) or [{}]
     rule["nodeSelectorTerms"] = [
@@ -584,14 +602,17 @@ def _dns(networks: NetworkPlan) -> Object:
 
 
 def _copied(document: Object) -> Object:
+    """Return a deep copy, so that the caller can change it without changing the original."""
     import copy
 
     return copy.deepcopy(document)
 
 
 def _group_labels(vm: Vm) -> dict[str, str]:
-    """Return the names of the director, deployment and instance group as labels. set_vm_metadata sets these labels
-    again later, along with others.
+    """Return labels with the names of the director, deployment and instance group, and with the group's digest.
+
+    Names that are not valid as label values are left out. set_vm_metadata sets these labels again later, along with
+    others.
     """
     labels, _ = names.metadata(dict(zip(("director", "deployment", "instance_group"), vm.groups, strict=False)))
     return labels | ({names.GROUP: vm.group} if vm.group else {})

@@ -1,4 +1,4 @@
-"""Table of CPI methods and the functions that implement them. Only `info` is implemented elsewhere, in
+"""Map CPI methods to the functions that implement them. Only `info` is implemented elsewhere, in
 ``kubernetes_cpi.endpoint``.
 """
 
@@ -43,11 +43,13 @@ the arguments of the method.
 LOCAL: Final = frozenset({"create_stemcell", "delete_stemcell", "calculate_vm_cloud_properties"})
 """Methods that need no cluster. Their functions take the configuration instead of a session."""
 ENV: Final = slice(5, 6)
-"""Position of `env` in create_vm's arguments."""
+"""Position of `env` in create_vm's arguments. It is a slice, because a call with too few arguments has none."""
 
 
 def call(name: str, arguments: Sequence[Any], context: Mapping[str, Any], file: str) -> Any:
-    """Call the method ``name`` and return its result."""
+    """Call the method ``name`` and return its result. ``file`` is the path of the configuration, or "" if there is
+    none.
+    """
     serve = METHODS.get(name)
     if serve is None:
         raise NotImplementedByCpiError(f"cannot {name}: this CPI does not have the method")
@@ -74,6 +76,7 @@ def _arguments(serve: Callable[..., Any]) -> type[msgspec.Struct]:
     del types["return"]
     _, *fields = types.items()
     defaults = serve.__defaults__ or ()
+    # ``defstruct`` takes a tuple (name, type), or (name, type, default), for each field.
     padded = [()] * (len(fields) - len(defaults)) + [(default,) for default in defaults]
     return msgspec.defstruct(
         "Arguments", [(*field, *end) for field, end in zip(fields, padded, strict=True)], array_like=True

@@ -1,7 +1,8 @@
-"""Object names and labels.
+"""Define the names, labels and annotations of Kubernetes objects.
 
-An object's name is its cid. It contains the namespace, so that later calls find the object. Names are derived from the
-request and are not random, so that a retry of an interrupted call finds the objects that the first attempt created.
+The cid of a VM, disk or snapshot is the name of its pod, claim or VolumeSnapshot. It contains the namespace, so that
+later calls find the object. Names are derived from the request, so that a retry of an interrupted call finds the
+objects that the first attempt created. The names of disks and snapshots are random if the request has no id.
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ def namespace_of(name: str, default: str) -> str:
 
 
 def tail(name: str) -> str:
-    """Return the digest in a cid, or a digest of a name that is not a cid."""
+    """Return the digest in a cid, or a digest of a name that is not a cid. Names that would be too long with the whole
+    cid contain this digest instead.
+    """
     return name[-16:] if _CID.fullmatch(name) else digest(name)
 
 
@@ -147,11 +150,13 @@ def is_value(text: str) -> bool:
 def metadata(document: Mapping[str, object]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the labels and annotations in which a Director's metadata is stored.
 
-    An entry is stored as a label if its key and value are valid there, otherwise as an annotation.
+    Invalid characters in a key are replaced; an entry whose key has no valid characters is left out. An entry is stored
+    as a label if its value is valid there, otherwise as an annotation.
     """
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     for key, given in document.items():
+        # In label and annotation keys, the part after the prefix may have at most 63 characters.
         name = re.sub(r"[^-A-Za-z0-9_.]+", "_", str(key)).strip("-_.")[:63].rstrip("-_.")
         if not name:
             continue

@@ -49,6 +49,7 @@ class Vip(msgspec.Struct, frozen=True):
     ip: str
     ports: list[Port]
     type: str
+    """The Service's type, such as `LoadBalancer`."""
 
     @property
     def name(self) -> str:
@@ -57,9 +58,10 @@ class Vip(msgspec.Struct, frozen=True):
 
 
 class NetworkPlan(msgspec.Struct, frozen=True):
-    """Pod settings that follow from the VM's networks."""
+    """The settings that result from a VM's networks, for the agent, the pod and the Services."""
 
     settings: dict[str, Any]
+    """`networks` in the agent's settings."""
     annotations: dict[str, str] = {}
     nameservers: list[str] = []
     address: str = ""
@@ -88,6 +90,7 @@ def plan(networks: Mapping[str, Any], defaults: Networks) -> NetworkPlan:
             _refuse_prefix(name, network)
             plan.vips.append(_vip(name, network, properties))
             continue
+        # Use the DNS servers of the default network for DNS, or else those of the first network that has any.
         if network.dns and (not nameservers or "dns" in network.default):
             nameservers = network.dns[:MAX_NAMESERVERS]
         if properties.cni == "multus":
@@ -110,7 +113,7 @@ def plan(networks: Mapping[str, Any], defaults: Networks) -> NetworkPlan:
 
 
 def service(vip: Vip, vm: str, director: str) -> Object:
-    """Return the Service of a `vip` network for a VM."""
+    """Return the Service for a VM's `vip` network."""
     spec: Object = {"type": vip.type, "selector": {names.VM: vm, names.KIND: names.KIND_VM}, "ports": ports(vip.ports)}
     spec |= {"loadBalancerIP": vip.ip} if vip.type == "LoadBalancer" else {"clusterIP": vip.ip}
     labels = names.labels(names.KIND_VIP, director, **{names.VM: vm})
@@ -132,6 +135,7 @@ def ports(given: list[Port]) -> list[Object]:
 
 
 def _read(name: str, given: object) -> tuple[RequestedNetwork, NetworkProperties]:
+    """Validate one of the request's networks and its cloud properties."""
     try:
         network = msgspec.convert(given, RequestedNetwork)
     except msgspec.ValidationError as exc:
@@ -161,7 +165,13 @@ def _vip(name: str, network: RequestedNetwork, properties: NetworkProperties) ->
 def _address_annotations(
     name: str, network: RequestedNetwork, properties: NetworkProperties, defaults: Networks
 ) -> dict[str, str]:
-    """Return the annotations that make the CNI give the pod the network's address."""
+    """Return the annotations that make the CNI give the pod the network's address.
+
+    Only an annotation that contains ``DELEGATED`` can give the pod a whole prefix. Without one, a delegated prefix is
+    rejected.
+
+    Raises ``NotSupportedError`` if no CNI that can do this is configured.
+    """
     cni = properties.cni or defaults.cni
     filled = {"((ip))": network.ip, "((gateway))": network.gateway, "((prefix))": str(_prefix(network))}
     given = {**defaults.annotations, **properties.annotations}
@@ -195,6 +205,7 @@ def _address_annotations(
 
 
 def _interface(name: str, network: RequestedNetwork, properties: NetworkProperties) -> Object:
+    """Return the entry for an additional interface in multus's annotation."""
     if not properties.name:
         raise InputError(f"cannot use the network {name!r}: `cni: multus` needs `name`, a NetworkAttachmentDefinition")
     namespace, _, definition = properties.name.rpartition("/")
@@ -227,13 +238,13 @@ def _single_address_prefix(network: RequestedNetwork) -> int:
 
 
 def _prefix(network: RequestedNetwork) -> int:
-    """Return the prefix length of the netmask. The request's `prefix` is unrelated: it is the length of a delegated
-    prefix.
+    """Return the network's prefix length, computed from its netmask.
+
+    The request's `prefix` cannot be used, because it is the length of a delegated prefix.
     """
     import ipaddress
 
     try:
-        mask = ipaddress.ip_address(network.netmask or ("ffff" * 8 if ":" in network.ip else "255.255.255.255"))
-    except ValueError:
-        return 128 if ":" in network.ip else 32
-    return int(mask).bit_count()
+        return int(ipaddress.ip_address(network.netmask)).bit_count()
+    except ValueError:  # The netmask is missing or invalid.
+        return _single_address_prefix(network)

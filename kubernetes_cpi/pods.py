@@ -36,11 +36,14 @@ NEW_CLAIM_TIMEOUT_S: Final = 60
 """Seconds that the scheduler gets to notice a new claim. With 32 new pods it needed more than ten seconds."""
 WRONG_CONFIGURATION: Final = 78
 """Exit code of an agent that cannot start until its configuration is changed."""
-TELL_S: Final = 3
+EXPLAIN_AFTER_S: Final = 3
 """Seconds without progress after which the CPI looks for the reason in the events and in the agent's log."""
 LOG_LINES: Final = 50
 FORCED_END_S: Final = 30
 CLOCK_MARGIN_S: Final = 0.5
+"""Seconds by which a time limit may be reached early. ``follow`` may yield a state slightly before the limit, and the
+next one only seconds later.
+"""
 EVENTS_SHOWN: Final = 3
 QUIET: Final = frozenset({"Scheduled", "Pulling", "Pulled", "Created", "Started", "WaitForFirstConsumer"})
 """Reasons given in events that occur at every start and therefore do not explain a delay."""
@@ -84,15 +87,16 @@ def until_ready(
     begun: float | None = None,
     is_enough: Callable[[Object], bool] = is_ready,
 ) -> Object:
-    """Wait until a new pod is ready (or ``is_enough`` returns True), for up to ``timeout_s`` seconds from ``begun``
-    (monotonic, default: now).
+    """Wait until ``is_enough`` returns True for a new pod, by default until the pod is ready. Return the pod.
 
-    Raises ``VMCreationFailedError`` with the reason as soon as it is clear that the pod cannot start.
+    The time limit ``timeout_s`` is counted from ``begun`` (monotonic), which defaults to now. Raises
+    ``VMCreationFailedError`` with the reason as soon as it is clear that the pod cannot start.
     """
     name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
     timeouts = session.config.timeouts
     judge = _Judge(session, namespace, name)
-    tick_s = min(WATCH_S, TELL_S, timeouts.unschedulable, timeouts.crashing)
+    # Check the pod often enough to notice an expired time limit soon.
+    tick_s = min(WATCH_S, EXPLAIN_AFTER_S, timeouts.unschedulable, timeouts.crashing)
     state: Object | None = pod
     until = (time.monotonic() if begun is None else begun) + timeout_s
     for state in session.client.follow(PODS, namespace, name, until, pod, tick_s=tick_s):
@@ -105,7 +109,8 @@ def until_ready(
 
 
 def until_done(session: Session, namespace: str, pod: Object, *, timeout_s: float) -> Object:
-    """Wait until a one-shot pod is ready or has terminated, and return its last state.
+    """Wait until a one-shot pod is ready or has terminated, and return its last state. Such a pod becomes ready when
+    its work is done (``attachments.WAIT_UNTIL_DONE``).
 
     Raises ``CpiError`` if it cannot start or if neither happens in time.
     """
@@ -123,23 +128,24 @@ def until_done(session: Session, namespace: str, pod: Object, *, timeout_s: floa
 
 def end(
     session: Session, namespace: str, name: str, *, grace_s: int | None = None, is_name_needed: bool = False
-) -> bool:
-    """Delete a pod and wait until its containers have terminated. Return False if there is no pod.
+) -> None:
+    """Delete a pod, if there is one, and wait until its containers have terminated.
 
-    If ``is_name_needed`` is set, also wait until the object is gone, so that a pod with the same name can be created.
+    The default for ``grace_s`` is the pod's own grace period. If ``is_name_needed`` is set, also wait until the object
+    is gone, so that a pod with the same name can be created.
 
-    The node must confirm within the grace period plus `timeouts.delete_vm` that the containers have terminated. If it
-    does not, ``CpiError`` is raised if the node is Ready. A node that is not Ready may be dead, so the pod is then
+    The node must confirm within the grace period plus `timeouts.delete_vm` that the containers have terminated.
+    Otherwise, if the node is Ready, ``CpiError`` is raised. A node that is not Ready may be dead, so its pod is
     force-deleted instead.
     """
     asked = session.client.delete(PODS, namespace, name, grace_s=grace_s)
     if asked is None:
-        return False
+        return
     metadata = asked.get("metadata", {})
     grace = metadata.get("deletionGracePeriodSeconds") or 0
     patience = grace + session.config.timeouts.delete_vm
-    if _is_gone(session, namespace, name, metadata.get("uid", ""), patience, is_name_needed=is_name_needed):
-        return True
+    if _wait_until_gone(session, namespace, name, metadata.get("uid", ""), patience, is_name_needed=is_name_needed):
+        return
     node = asked.get("spec", {}).get("nodeName", "")
     if node and _is_node_ready(session, node):
         raise CpiError(
@@ -151,21 +157,20 @@ def end(
         "Its processes may run on until the node is back or fenced"
     )
     session.client.delete(PODS, namespace, name, grace_s=0)
-    if not _is_gone(session, namespace, name, metadata.get("uid", ""), FORCED_END_S, is_name_needed=True):
+    if not _wait_until_gone(session, namespace, name, metadata.get("uid", ""), FORCED_END_S, is_name_needed=True):
         raise CpiError(f"cannot end the pod {name}: it still exists after a forced deletion; does it have finalizers?")
-    return True
 
 
 def until_gone(session: Session, namespace: str, name: str, timeout_s: float) -> bool:
     """Wait until a deleted pod no longer exists. Return False if it still exists after ``timeout_s`` seconds."""
-    return _is_gone(session, namespace, name, "", timeout_s, is_name_needed=True)
+    return _wait_until_gone(session, namespace, name, "", timeout_s, is_name_needed=True)
 
 
 def until_stopped(session: Session, namespace: str, name: str, timeout_s: float) -> bool:
     """Wait until a deleted pod's container has exited with status 0 or the pod is gone. Return False if neither happens
     in time.
 
-    Raises ``CpiError`` with the container's last line of output if it exits with another status.
+    Raises ``CpiError`` with the message in the container's termination log if it exits with another status.
     """
     for state in session.client.follow(PODS, namespace, name, time.monotonic() + timeout_s):
         if state is None:
@@ -178,7 +183,15 @@ def until_stopped(session: Session, namespace: str, name: str, timeout_s: float)
     return False
 
 
-def _is_gone(session: Session, namespace: str, name: str, uid: str, timeout_s: float, *, is_name_needed: bool) -> bool:
+def _wait_until_gone(
+    session: Session, namespace: str, name: str, uid: str, timeout_s: float, *, is_name_needed: bool
+) -> bool:
+    """Wait until a deleted pod's containers have terminated. If ``is_name_needed`` is set, wait until the object is
+    gone.
+
+    Return False if that does not happen in time. If ``uid`` is given, a pod with a different UID means that the deleted
+    pod is gone.
+    """
     for state in session.client.follow(PODS, namespace, name, time.monotonic() + timeout_s):
         if state is None or (uid and state["metadata"]["uid"] != uid):
             return True
@@ -188,7 +201,7 @@ def _is_gone(session: Session, namespace: str, name: str, uid: str, timeout_s: f
 
 
 def _is_node_ready(session: Session, node: str) -> bool:
-    """Return True if the node is Ready. Return False if it is not, or if the account may not read nodes."""
+    """Return True if the node is Ready. Return False if it is not, or if the account is not allowed to read nodes."""
     try:
         found = session.client.find(NODES, "", node)
     except ApiError as exc:
@@ -202,7 +215,7 @@ def _is_node_ready(session: Session, node: str) -> bool:
 def _oversized_request(session: Session, pod: Object) -> str:
     """Return a message if the pod requests more of a resource than the largest node has.
 
-    Return "" if no request is too large, or if the account may not list nodes.
+    Return "" if no request is too large, or if the account is not allowed to list nodes.
     """
     try:
         found = [one.get("status", {}).get("allocatable") or {} for one in session.client.list(NODES, "")]
@@ -223,6 +236,7 @@ class _Judge:
     def __init__(self, session: Session, namespace: str, name: str) -> None:
         self._session, self._namespace, self._name = session, namespace, name
         timeouts = session.config.timeouts
+        # Time limit in seconds for each kind of wait (see ``_kind``).
         self._patience = {
             "claim": max(timeouts.unschedulable, NEW_CLAIM_TIMEOUT_S),
             "volume": timeouts.volume,
@@ -233,15 +247,19 @@ class _Judge:
             "start": float("inf"),
             "unready": timeouts.unready,
         }
+        # Maps the kind of the current wait to the time (monotonic) at which the wait began. It has only this one item.
         self._since: dict[str, float] = {}
+        # The last message in the log, so that ``_log_change`` does not repeat it.
         self._logged = ""
 
     def look(self, pod: Object) -> None:
         """Check one state. Raises ``VMCreationFailedError`` if the pod cannot start."""
         self._log_change(_waiting_for(pod))
         if has_ended(pod):
-            is_passing = pod["status"].get("reason") not in NEVER_ADMITTED
-            raise VMCreationFailedError(f"the pod {self._name} has ended: {_waiting_for(pod)}", ok_to_retry=is_passing)
+            is_temporary = pod["status"].get("reason") not in NEVER_ADMITTED
+            raise VMCreationFailedError(
+                f"the pod {self._name} has ended: {_waiting_for(pod)}", ok_to_retry=is_temporary
+            )
         reason, words = _waiting(pod)
         if reason in HOPELESS:
             raise VMCreationFailedError(
@@ -249,16 +267,19 @@ class _Judge:
                 ok_to_retry=bool(re.search(PASSING, words, re.IGNORECASE)),
             )
         kind = _kind(pod)
+        # If the pod is now waiting for something else, a new wait begins.
         self._since = {kind: self._since.get(kind, time.monotonic())}
+        # Count slightly more, because the state may arrive just before a limit, and the next one seconds later.
         lasts_s = time.monotonic() - self._since[kind] + CLOCK_MARGIN_S
-        if lasts_s < min(TELL_S, self._patience[kind]):
+        if lasts_s < min(EXPLAIN_AFTER_S, self._patience[kind]):
             return
-        told = self.reason(pod)
-        self._log_change(told)
-        if lasts_s >= self._patience[kind] or (kind in ("claim", "volume") and re.search(HOPELESS_CLAIM, told)):
+        explanation = self.reason(pod)
+        self._log_change(explanation)
+        if lasts_s >= self._patience[kind] or (kind in ("claim", "volume") and re.search(HOPELESS_CLAIM, explanation)):
             excess = _oversized_request(self._session, pod) if kind == "room" else ""
+            # A retry may succeed because other pods have made room, or because the reason for a crash has disappeared.
             raise VMCreationFailedError(
-                f"the pod {self._name} cannot start: {excess or told}",
+                f"the pod {self._name} cannot start: {excess or explanation}",
                 ok_to_retry=kind in ("room", "crashing") and not excess,
             )
 
@@ -271,7 +292,7 @@ class _Judge:
             for name in [*manifests.claims_of(pod), self._name]:
                 found += [f"{name}: {text}" for text in _events(self._session, self._namespace, name)]
         if kind in ("wrong", "crashing", "unready"):
-            found.append(last_words(self._session, self._namespace, self._name) or "")
+            found.append(last_log_message(self._session, self._namespace, self._name) or "")
         return "; ".join(filter(None, found)) or "no reason is known"
 
     def _log_change(self, text: str) -> None:
@@ -281,7 +302,12 @@ class _Judge:
 
 
 def _kind(pod: Object) -> str:
-    """Return what the pod is waiting for, as a key of ``_Judge._patience``."""
+    """Return what the pod is waiting for, as a key of ``_Judge._patience``.
+
+    The scheduler may wait for a ``claim``, for ``room`` on a node, for any suitable node (``unschedulable``), or for a
+    ``volume``. Once the pod has a node, its container might not have started yet (``start``), might be ``unready``, or
+    might have crashed (``wrong`` if the agent's configuration is the reason, otherwise ``crashing``).
+    """
     if (message := _unschedulable(pod)) is not None:
         if re.search(NEW_CLAIM, message):
             return "claim"
@@ -291,12 +317,12 @@ def _kind(pod: Object) -> str:
     crash, reason = _crash(pod), _waiting(pod)[0]
     if crash is not None:
         return "wrong" if crash.get("exitCode") == WRONG_CONFIGURATION else "crashing"
-    if reason.endswith("Error"):
+    if reason.endswith("Error"):  # such as RunContainerError
         return "crashing"
     return "unready" if has_started(pod) else "start"
 
 
-def last_words(session: Session, namespace: str, name: str, wanted: str = "") -> str | None:
+def last_log_message(session: Session, namespace: str, name: str, wanted: str = "") -> str | None:
     """Return the last line of the agent's log that matches the regular expression ``wanted``, or "" if none does.
 
     If ``wanted`` is empty, return the last warning or error, or the last line if there is none. Return None if the log
@@ -321,9 +347,10 @@ class _Line(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, line: str) -> _Line:
+        """Parse a line. A line that is not in the agent's format becomes the message."""
         try:
             return msgspec.json.decode(line, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except msgspec.DecodeError:
             return cls(line.strip())
 
 
@@ -354,6 +381,7 @@ def _container(pod: Object) -> Mapping[str, Any]:
 
 
 def _waiting(pod: Object) -> tuple[str, str]:
+    """Return the kubelet's reason and message for not having started the container. Missing texts are ""."""
     waiting = _container(pod).get("state", {}).get("waiting") or {}
     return waiting.get("reason") or "", waiting.get("message") or ""
 
@@ -367,6 +395,7 @@ def _crash(pod: Object) -> Mapping[str, Any] | None:
 
 
 def _unschedulable(pod: Object) -> str | None:
+    """Return the scheduler's message if it has found no node for the pod, otherwise None."""
     for one in pod.get("status", {}).get("conditions") or []:
         if one["type"] == "PodScheduled" and one["status"] == "False" and one.get("reason") == "Unschedulable":
             return str(one.get("message", ""))
@@ -374,7 +403,7 @@ def _unschedulable(pod: Object) -> str | None:
 
 
 def _events(session: Session, namespace: str, name: str) -> list[str]:
-    """Return the latest events of an object, for example about a volume that cannot be created or mounted."""
+    """Return the latest events of an object. They can tell, for example, that a volume cannot be created or mounted."""
     try:
         found = session.client.list(EVENTS, namespace, fields=f"involvedObject.name={name}")
         texts = [f"{one.get('reason')}: {one.get('message')}" for one in found if one.get("reason") not in QUIET]

@@ -1,4 +1,4 @@
-"""Cloud properties of VMs (vm_types, vm_extensions, AZs), disks and networks."""
+"""Define the cloud properties of VMs (vm_types, vm_extensions, AZs), disks and networks."""
 
 from __future__ import annotations
 

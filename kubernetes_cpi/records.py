@@ -1,4 +1,4 @@
-"""The VMs, disks and snapshots that a Director knows, as reported by the bosh CLI.
+"""Ask the bosh CLI which VMs, disks and snapshots a Director knows.
 
 A command that deletes VMs relies on this data. Therefore, every answer is decoded into types and must be complete: the
 exit code is 0, the last line is `Succeeded`, and no required member is missing. Otherwise the command stops.
@@ -34,7 +34,9 @@ class Records(msgspec.Struct, frozen=True):
     """The members of ``disks`` that are orphaned. The Director does not list their snapshots."""
     snapshots: frozenset[str]
     lists_dynamic_disks: bool
-    """False if the Director lacks `GET /dynamic_disks`. In that case, any unknown disk may be a dynamic disk."""
+    """False if the Director does not support `GET /dynamic_disks`. In that case, any unknown disk may be a dynamic
+    disk.
+    """
 
 
 class _Table(msgspec.Struct):
@@ -77,11 +79,11 @@ class _TaskRow(msgspec.Struct):
 
 
 class _RefusedError(InputError):
-    """A CLI command has failed. ``told`` is its output."""
+    """A CLI command failed. ``output`` is its output."""
 
-    def __init__(self, command: str, told: str) -> None:
-        super().__init__(f"cannot query the Director: `{command}` failed: {told}")
-        self.told = told
+    def __init__(self, command: str, output: str) -> None:
+        super().__init__(f"cannot query the Director: `{command}` failed: {output}")
+        self.output = output
 
 
 def director() -> str:
@@ -125,9 +127,9 @@ def read() -> Records:
     try:
         dynamic = _get("/dynamic_disks", list[_DiskRow])
     except _RefusedError as exc:
-        if NOT_FOUND not in exc.told:
+        if NOT_FOUND not in exc.output:
             raise
-        dynamic = None
+        dynamic = None  # This Director cannot list dynamic disks, so any unknown disk may be one.
     disks |= orphaned | {disk.disk_cid for disk in dynamic or ()}
     return Records(frozenset(vms), frozenset(disks), orphaned, frozenset(snapshots), dynamic is not None)
 
@@ -155,6 +157,7 @@ def _get(path: str, kind: type[T]) -> T:
 
 
 def _ask(arguments: list[str]) -> _Answer:
+    """Run the bosh CLI and return its output. Raises ``_RefusedError`` if it fails or the output is not as expected."""
     program = shutil.which("bosh")
     if program is None:
         raise InputError("cannot query the Director: the bosh CLI is not installed")
@@ -163,12 +166,14 @@ def _ask(arguments: list[str]) -> _Answer:
     try:
         answer = msgspec.json.decode(done.stdout, type=_Answer)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        told = done.stderr.decode(errors="replace").strip()
-        raise _RefusedError(_shown(arguments), told or f"it ended with {done.returncode} and printed no JSON") from None
+        output = done.stderr.decode(errors="replace").strip()
+        raise _RefusedError(
+            _shown(arguments), output or f"it ended with {done.returncode} and printed no JSON"
+        ) from None
     lines = answer.Lines or []
     if done.returncode != 0 or lines[-1:] != ["Succeeded"]:
-        told = "; ".join(line.strip() for line in lines if not line.startswith("Using environment "))
-        raise _RefusedError(_shown(arguments), told or f"it ended with {done.returncode}")
+        output = "; ".join(line.strip() for line in lines if not line.startswith("Using environment "))
+        raise _RefusedError(_shown(arguments), output or f"it ended with {done.returncode}")
     return answer
 
 

@@ -1,4 +1,4 @@
-"""Recreation: replace a VM's pod with a new pod that has the same name but mounts other disks. The data claim and the
+"""Recreate VMs: replace a VM's pod with a new pod that has the same name but mounts other disks. The data claim and the
 Secret are kept.
 
 The properties of the new pod are recorded in an annotation on the data claim before the old pod is deleted. If the CPI
@@ -36,9 +36,10 @@ def can_recreate(pod: Object) -> bool:
 
 
 def must_keep_address(session: Session, pod: Object) -> bool:
-    """Return True if a recreation would change an address that the Director has already read, and the configuration
-    does not permit this.
+    """Return True if the pod must not be recreated, because a new pod would have a different address from the one that
+    the Director has read.
     """
+    # "auto" means that the VM has no fixed address (see ``vms._attach_way``).
     is_undecided = (pod["metadata"].get("annotations") or {}).get(names.ATTACH) == "auto"
     return is_undecided and session.config.disks.attach != "recreate"
 
@@ -51,9 +52,9 @@ def unfinished(session: Session, vm: str) -> Intent | None:
     return msgspec.json.decode(text, type=Intent) if text else None
 
 
-def recreate(session: Session, pod: Object, disks: Sequence[str]) -> Object:
-    """Recreate the pod with these disks, and return the new pod. If it cannot start with them, recreate it with its
-    previous disks and raise ``CpiError``.
+def recreate(session: Session, pod: Object, disks: Sequence[str]) -> None:
+    """Recreate the pod with ``disks``. If the new pod cannot start, recreate it with the previous disks and raise
+    ``CpiError``.
     """
     vm, had = pod["metadata"]["name"], manifests.disks_of(pod)
     intent = _record_intent(session, pod, disks)
@@ -65,13 +66,13 @@ def recreate(session: Session, pod: Object, disks: Sequence[str]) -> Object:
         log.say(f"pod {vm}: {exc}; recreated with its previous disks")
         former = msgspec.structs.replace(intent, disks=had)
         _write_intent(session, vm, former)
+        # This pod has never become ready, so a short grace period is enough.
         pods.end(session, session.namespace_of(vm), vm, grace_s=1, is_name_needed=True)
         carry_on(session, vm, former)
         raise CpiError(f"cannot recreate the pod of {vm} with the disks {', '.join(disks)}: {exc}") from exc
     before, after = (one.get("status", {}).get("podIP") for one in (pod, made))
     if before != after:
         log.say(f"pod {vm}: its address is {after}; links and DNS of the Director keep {before} until `bosh recreate`")
-    return made
 
 
 def release(session: Session, pod: Object, disk: str) -> None:
@@ -110,6 +111,7 @@ def carry_on(
     """
     namespace = session.namespace_of(vm)
     if intent.live:
+        # Attachments of the old pod cannot be reused, because they contain its UID.
         attachments.end_all(session, vm)
     secret = session.client.find(SECRETS, namespace, vm)
     if secret is None:
@@ -138,14 +140,17 @@ def carry_on(
 
 
 def finish(session: Session, pod: Object) -> None:
-    """Delete the record of a recreation that was interrupted after the new pod was created."""
+    """Delete the record of a recreation that was interrupted after it had created ``pod``.
+
+    Do nothing if ``pod`` was not created by a recreation.
+    """
     vm = pod["metadata"]["name"]
     if names.RECREATED in (pod["metadata"].get("annotations") or {}) and unfinished(session, vm):
         _write_intent(session, vm, None)
 
 
 def _record_intent(session: Session, pod: Object, disks: Sequence[str]) -> Intent:
-    """Record that a pod is about to be recreated with these disks, and return the record."""
+    """Record that ``pod`` is about to be recreated with ``disks``, and return the record."""
     vm = pod["metadata"]["name"]
     if not can_recreate(pod):
         raise NotSupportedError(
@@ -161,9 +166,9 @@ def _record_intent(session: Session, pod: Object, disks: Sequence[str]) -> Inten
 def _is_in_use(session: Session, pod: Object) -> bool:
     """Return True if the VM is in use, that is, if its pod is ready.
 
-    Shortly after a shutdown, a VM's pod may still be reported as ready. If the pod can be recreated, treating it as in
-    use does no harm. If it cannot, the call would fail although the VM is not in use, so the pod counts as in use only
-    if it stays ready for `timeouts.unmount` seconds.
+    Shortly after a shutdown, a VM's pod may still be reported as ready. This does not matter if the pod can be
+    recreated, but otherwise it would make ``release`` fail. A pod that cannot be recreated therefore counts as in use
+    only if it stays ready for `timeouts.unmount` seconds.
     """
     if can_recreate(pod) or not pods.is_ready(pod):
         return pods.is_ready(pod)
@@ -174,6 +179,7 @@ def _is_in_use(session: Session, pod: Object) -> bool:
 
 
 def _write_intent(session: Session, vm: str, intent: Intent | None) -> None:
+    """Record a recreation in an annotation of the VM's data claim, or delete the record if ``intent`` is None."""
     text = msgspec.json.encode(intent).decode() if intent else None
     body: Object = {"metadata": {"annotations": {names.DISKS: text}}}
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -12,7 +12,7 @@ from kubernetes_cpi import schema
 from kubernetes_cpi.config import Config
 from kubernetes_cpi.properties import DiskProperties, NetworkProperties, VmProperties
 
-TABLES: Final[Mapping[str, type[msgspec.Struct]]] = {
+SECTIONS: Final[Mapping[str, type[msgspec.Struct]]] = {
     "CPI properties": Config,
     "Cloud properties of VMs": VmProperties,
     "Cloud properties of disks": DiskProperties,
@@ -21,17 +21,18 @@ TABLES: Final[Mapping[str, type[msgspec.Struct]]] = {
 
 
 _PORT: Final = "ports[]."
+"""Marks the keys of a port, which occur in several structs."""
 
 
-def tables() -> str:
+def sections() -> str:
     """Return all property lists as Markdown."""
-    return "\n".join(f"### {title}\n\n{table(struct)}" for title, struct in TABLES.items())
+    return "\n".join(f"### {title}\n\n{property_list(struct)}" for title, struct in SECTIONS.items())
 
 
-def table(struct: type[msgspec.Struct]) -> str:
-    """Return a struct's properties as a Markdown table with three columns: key, type and default, and meaning.
+def property_list(struct: type[msgspec.Struct]) -> str:
+    """Return a struct's properties as a Markdown list. Each item contains the key, type, default and description.
 
-    The keys of a port are listed only in the table of VM properties.
+    The keys of a port are listed only among the VM properties.
     """
     lines = []
     for key, kind, default, text in schema.rows(struct):
@@ -40,10 +41,5 @@ def table(struct: type[msgspec.Struct]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def properties() -> Iterator[tuple[str, str, str, str]]:
-    """Return the key, type, default and description of every CPI property, for the job spec in the CPI's release."""
-    return schema.rows(Config)
-
-
 if __name__ == "__main__":
-    sys.stdout.write(tables())
+    sys.stdout.write(sections())

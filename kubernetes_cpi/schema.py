@@ -1,6 +1,6 @@
 """Convert documents to types. An unknown key raises an error that suggests the most similar known key.
 
-The property tables are generated from the types, so each field is documented in its declaration: ``Annotated[str,
+The property lists are generated from the types, so each field is documented in its declaration: ``Annotated[str,
 doc("...")]``.
 """
 
@@ -26,7 +26,7 @@ class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 def doc(text: str) -> msgspec.Meta:
-    """Document a field. The text appears in the property table."""
+    """Document a field. The text appears in the property list."""
     return msgspec.Meta(description=text)
 
 
@@ -39,6 +39,10 @@ def read(document: object, wanted: type[T], *, origin: str) -> T:
 
 
 def _with_suggestion(text: str, wanted: type[msgspec.Struct]) -> str:
+    """Return an error message for an unknown key that suggests the nearest known key.
+
+    ``text`` is msgspec's message. If it is about anything else, it is returned unchanged.
+    """
     found = re.search(_UNKNOWN, text)
     if not found:
         return text
@@ -66,7 +70,7 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _struct_at(wanted: type[msgspec.Struct], path: str) -> type[msgspec.Struct]:
-    """Return the struct at a msgspec path like ``$.ports[...].name``."""
+    """Return the struct at a msgspec path like ``$.ports[...]``, or ``wanted`` if there is no struct at this path."""
     here: Any = wanted
     for step in re.findall(r"\.([^.\[]+)|(\[[^\]]*\])", path):
         if step[0]:
@@ -82,11 +86,13 @@ def _struct_in(hint: Any) -> Any:
     return next((one for one in inner if isinstance(one, type) and issubclass(one, msgspec.Struct)), hint)
 
 
-# --- the property table -----------------------------------------------------------------------------------------------
+# --- the property lists ----------------------------------------------------------------------------------------------
 
 
 def rows(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """Return the key, type, default and description of each field, followed by those of nested fields."""
+    """Return the key, type, default and description of each field, followed by those of nested fields. Each key begins
+    with ``prefix``.
+    """
     hints = typing.get_type_hints(struct, include_extras=True)
     for field in msgspec.structs.fields(struct):
         hint, description = hints[field.name], ""
@@ -103,6 +109,7 @@ def rows(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _type_name(hint: Any) -> str:
+    """Return a type as it is shown in the property lists."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _type_name(arguments[0])
@@ -119,6 +126,10 @@ def _type_name(hint: Any) -> str:
 
 
 def _default(field: msgspec.structs.FieldInfo, has_parts: bool) -> str:
+    """Return a field's default as the property lists show it.
+
+    The result is "" if the default is empty, or if ``has_parts`` is set because the parts have their own rows.
+    """
     if field.required:
         return "required"
     value = field.default_factory() if field.default is msgspec.NODEFAULT and field.default_factory else field.default

@@ -1,4 +1,5 @@
-"""Objects that direct traffic to VMs: Services, Ingresses, group NetworkPolicies, and a DNS name for each instance.
+"""Create and remove the objects that direct traffic to VMs: Services, Ingresses, group NetworkPolicies, and a DNS name
+for each instance.
 
 An object that several VMs share is deleted with the last of them.
 """
@@ -35,8 +36,10 @@ def make(session: Session, vm: Vm) -> None:
 
 
 def remove(session: Session, vm: str, policy: str) -> None:
-    """Delete the Services that lead only to this VM, and the shared objects of its group if the group has no VMs
-    left.
+    """Delete the Services that lead only to this VM, and those of all groups that have no VMs left.
+
+    ``policy`` is the name of the VM's NetworkPolicy, or "" if there is none. The NetworkPolicy is deleted if the VM's
+    group has no VMs left.
     """
     namespace = session.namespace_of(vm)
     for service in session.client.list(SERVICES, namespace, labels=f"{names.MANAGED_BY}={names.OURS}"):
@@ -63,7 +66,7 @@ def name_instance(session: Session, vm: str, metadata: Mapping[str, Any]) -> Non
     name.
 
     The name remains valid when the VM's address changes. If the name cannot be created, for example because a
-    permission is missing or the Service belongs to somebody else, the reason is only logged.
+    permission is missing or an unrelated Service has the same name, the reason is only logged.
     """
     parts = [metadata.get(key) for key in ("deployment", "job", "index")]
     if not session.config.networks.instance_names or "compiling" in metadata or None in parts:
@@ -92,16 +95,21 @@ def instance_name(deployment: str, group: str, index: str) -> str:
     text = f"{deployment}-{group}-{index}"
     if len(text) <= MAX_NAME_CHARS and re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", text):
         return text
+    # "i-", "-" and the digest take 19 characters.
     clean = re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")[: MAX_NAME_CHARS - 19].rstrip("-")
     return f"i-{clean}-{names.digest(deployment, group, index)}"
 
 
 def _ensure(session: Session, resource: Resource, namespace: str, body: Object) -> None:
-    """Create an object, or update the existing object if it belongs to this Director."""
+    """Create an object, or update it if it exists.
+
+    Raises ``VMCreationFailedError`` if an existing object was not created by this CPI for this Director.
+    """
     made, is_new = session.client.ensure(resource, namespace, body)
     if is_new:
         return
     session.check_ours(made, body["metadata"]["labels"][names.KIND], VMCreationFailedError)
+    # The clusterIP of an existing Service cannot be changed.
     spec = {key: value for key, value in body["spec"].items() if key != "clusterIP"}
     metadata = {key: body["metadata"][key] for key in ("labels", "annotations")}
     session.client.patch(resource, namespace, body["metadata"]["name"], {"metadata": metadata, "spec": spec})
@@ -114,6 +122,9 @@ def _is_empty(session: Session, namespace: str, group: str) -> bool:
 
 
 def _delete(session: Session, resource: Resource, namespace: str, name: str, kind: str) -> None:
+    """Delete an object if this CPI has created it for this Director. If the account is not allowed to read it, only log
+    that.
+    """
     try:
         found = session.client.find(resource, namespace, name)
     except ApiError as exc:

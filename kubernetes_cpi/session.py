@@ -1,4 +1,6 @@
-"""A request's context: the configuration, the connection to the cluster, and the Director that sent the request."""
+"""Define the context of a request: the configuration, the connection to the cluster, and the Director that sent the
+request.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +17,22 @@ from kubernetes_cpi.errors import CpiError, InputError
 
 
 class Session(msgspec.Struct, frozen=True):
-    """The context of one request. ``request_id`` is different for each call by a Director, and is "" for requests from
-    the CLI.
-    """
+    """The context of one request."""
 
     config: Config
     client: Client
     namespace: str
     director: str
+    """The Director's UUID, or ""."""
     request_id: str
+    """A random number that the Director chooses for each call, with a prefix. It is "" for requests from the CLI."""
 
     def namespace_of(self, cid: str) -> str:
         """Return the namespace of a VM, disk or snapshot."""
         return names.namespace_of(cid, self.namespace)
 
     def find(self, resource: Resource, cid: str, kind: str) -> Object | None:
-        """Return the object with this cid. Return None if it does not exist or was not created by this CPI for this
+        """Return the object with the cid ``cid``, or None if it does not exist or was not created by this CPI for this
         Director.
         """
         found = self.client.find(resource, self.namespace_of(cid), cid)

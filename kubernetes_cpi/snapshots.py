@@ -1,4 +1,4 @@
-"""Disk snapshots, for clusters with VolumeSnapshots."""
+"""Create and delete disk snapshots in clusters that support VolumeSnapshots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ CUT_TIMEOUT_S: Final = 60
 
 
 def create(session: Session, disk: Cid, metadata: Object) -> str:
-    """Take a snapshot of a disk. Wait until writes to the disk no longer change the snapshot, then return its cid."""
+    """Take a snapshot of a disk, and return the snapshot's cid.
+
+    Before returning, wait for up to ``CUT_TIMEOUT_S`` until writes to the disk no longer change the snapshot.
+    """
     claim = claims.get(session, disk)
     namespace = session.namespace_of(disk)
     labels, annotations = names.metadata(metadata)
@@ -44,12 +47,10 @@ def create(session: Session, disk: Cid, metadata: Object) -> str:
 
 
 def delete(session: Session, snapshot: Cid) -> None:
-    """Delete a snapshot. Does nothing if it is already gone."""
+    """Delete a snapshot. Do nothing if it is already gone. If it belongs to another Director, raises
+    ``DiskNotFoundError``, because the Director has no error class for snapshots.
+    """
     namespace = session.namespace_of(snapshot)
-    try:
-        found = session.client.find(SNAPSHOTS, namespace, snapshot)
-        session.check_ours(found, names.KIND_SNAPSHOT, DiskNotFoundError)
-        session.client.delete(SNAPSHOTS, namespace, snapshot)
-    except ApiError as exc:
-        if exc.status != http.client.NOT_FOUND:
-            raise
+    found = session.client.find(SNAPSHOTS, namespace, snapshot)
+    session.check_ours(found, names.KIND_SNAPSHOT, DiskNotFoundError)
+    session.client.delete(SNAPSHOTS, namespace, snapshot)

@@ -27,10 +27,11 @@ ARCHITECTURES: Final = {"x86_64": "amd64", "amd64": "amd64", "aarch64": "arm64",
 
 
 def create(config: Config, _image_path: str | None, properties: dict[str, Any]) -> str:
-    """Return the image that a light stemcell's cloud properties name, as `image_reference` and `digest` or as `image`.
+    """Return the cid of a light stemcell, which consists of an image reference and a suffix for the `architecture`.
 
-    The image is not pulled, so a wrong reference is noticed only when the first VM is created. Other keys are meant for
-    the stemcell builder and are ignored.
+    The cloud properties name the image, either as `image_reference` and `digest` or as `image`. The image is not
+    pulled, so a wrong reference is noticed only when the first VM is created. Other keys are meant for the stemcell
+    builder and are ignored.
     """
     given = properties.get("image_reference") or properties.get("image")
     if not given:
@@ -53,14 +54,16 @@ def create(config: Config, _image_path: str | None, properties: dict[str, Any]) 
 
 
 def parts(cid: str) -> tuple[str, str]:
-    """Return a stemcell's image, and its architecture as in the `kubernetes.io/arch` node label, or "" if the stemcell
-    does not name one.
+    """Return a stemcell's image and architecture.
+
+    The architecture is written as in the `kubernetes.io/arch` node label, or is "" if the stemcell does not name one.
     """
     image, _, architecture = cid.partition("#")
     return image, architecture
 
 
 def _suffix(properties: dict[str, Any]) -> str:
+    """Return the suffix of the cid: "#" and the architecture, or "" if the properties do not name one."""
     named = str(properties.get("architecture") or "")
     if named and named not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)

@@ -65,14 +65,14 @@ class MbusEnv(msgspec.Struct, frozen=True):
     urls: list[str] = []
 
 
-class OfBosh(msgspec.Struct, frozen=True):
+class BoshEnv(msgspec.Struct, frozen=True):
     mbus: MbusEnv = MbusEnv()
 
 
 class VmEnv(msgspec.Struct, frozen=True):
     """The part of `env` that contains the bus addresses."""
 
-    bosh: OfBosh = OfBosh()
+    bosh: BoshEnv = BoshEnv()
 
 
 def create(
@@ -90,7 +90,7 @@ def create(
     """
     disks, env = disks or [], env or {}
     vm = _parse(session, agent_id, stemcell, cloud_properties or {}, wanted_networks, env)
-    bus = bus_schemes(session.config.agent.mbus, env)
+    schemes = bus_schemes(session.config.agent.mbus, env)
     for disk in disks:
         claims.check_same_namespace(session, vm.cid, disk)
     held = []
@@ -104,12 +104,13 @@ def create(
         services.make(session, vm)
         if vm.group and vm.properties.disruption_budget:
             budgets.keep(session, vm.namespace, vm.group)
-        up = _wait_until_up(session, vm, pod, bus)
+        up = _wait_until_up(session, vm, pod, schemes)
         _check_address(up, vm.networks.address)
-        _check_bus(session, vm, bus)
+        _check_bus(session, vm, schemes)
         attachments.bound(session, up)
     except CpiError as exc:
         _clean_up(session, vm.cid, held, exc)
+        # The Director retries create_vm only after this error.
         if isinstance(exc, ApiError | UnreachableError):
             raise VMCreationFailedError(f"cannot create the VM: {exc}", ok_to_retry=exc.ok_to_retry) from exc
         raise
@@ -126,8 +127,8 @@ def delete(session: Session, vm: Cid) -> None:
     pod, secret = _find_objects(session, vm)
     pods.end(session, namespace, vm)
     _remove_other_objects(session, vm, secret)
-    # Update the disruption budget only if the pod was still running. If it had been evicted, the Health Monitor will
-    # recreate the VM, so the budget must stay as it is.
+    # Update the disruption budget only if the pod was still running. If the pod was evicted, the Health Monitor will
+    # recreate the VM, so the budget must not change.
     if pod is not None and not pods.is_ending(pod) and not pods.has_ended(pod):
         _update_budget(session, pod)
     # A recreation that read the Secret before it was deleted may have created another pod.
@@ -146,6 +147,7 @@ def reboot(session: Session, vm: Cid) -> None:
     """
     pod = session.find(PODS, vm, names.KIND_VM)
     if pod is None and (intent := recreation.unfinished(session, vm)):
+        # A recreation was interrupted before it created the new pod. Completing it also restarts the VM.
         recreation.carry_on(session, vm, intent)
         return
     pod = pod or get(session, vm)
@@ -161,7 +163,7 @@ def reboot(session: Session, vm: Cid) -> None:
 
 
 def current(session: Session) -> str:
-    """Return the cid of the VM in which the CPI runs. It is the host name."""
+    """Return the cid of the VM in which the CPI runs. The cid is the VM's host name."""
     name = os.uname().nodename
     if session.find(PODS, name, names.KIND_VM) is None:
         raise NotImplementedByCpiError(f"cannot name the current VM: {name} is not a VM of this CPI")
@@ -170,7 +172,7 @@ def current(session: Session) -> str:
 
 def set_metadata(session: Session, vm: Cid, metadata: Object) -> None:
     """Store the Director's metadata as labels and annotations on the pod."""
-    get(session, vm)
+    get(session, vm)  # This raises an error if the pod was not created by this CPI for this Director.
     patch_metadata(session, PODS, vm, metadata, VMNotFoundError)
     services.name_instance(session, vm, metadata)
 
@@ -191,6 +193,7 @@ def patch_metadata(
     Raises the error that ``missing`` creates if the object does not exist.
     """
     labels, annotations = names.metadata(metadata)
+    # An entry that was a label may now be an annotation, or the other way round, so remove the old one.
     gone: dict[str, str | None] = dict.fromkeys([*labels, *annotations])
     body: Object = {"metadata": {"labels": {**gone, **labels}, "annotations": {**gone, **annotations}}}
     try:
@@ -202,21 +205,24 @@ def patch_metadata(
 
 
 def calculate_properties(_config: Config, requirements: Object) -> dict[str, Any]:
-    """Return cloud properties for `vm_resources` in a manifest: `cpu`, and `ram` and `ephemeral_disk_size` in MiB."""
+    """Convert the `vm_resources` in a manifest to cloud properties. `ram` and `ephemeral_disk_size` are in MiB."""
     try:
         return {
             "cpu": requirements["cpu"],
             "memory": int(requirements["ram"]),
             "ephemeral_disk": {"size": int(requirements["ephemeral_disk_size"])},
         }
-    except (KeyError, TypeError, ValueError) as exc:
+    except KeyError as exc:
         raise InputError(f"cannot calculate cloud properties: `vm_resources` lacks {exc}") from None
+    except (TypeError, ValueError) as exc:
+        raise InputError(f"cannot calculate cloud properties: `vm_resources` is invalid: {exc}") from None
 
 
 # --- create -----------------------------------------------------------------------------------------------------------
 
 
 def _parse(session: Session, agent_id: str, stemcell: str, given: Object, wanted_networks: Object, env: Object) -> Vm:
+    """Return the VM that the arguments of create_vm describe, with defaults from the configuration."""
     config = session.config
     document = schema.merged(config.vms, given)
     properties = schema.read(document, VmProperties, origin="the cloud properties of the VM")
@@ -240,8 +246,10 @@ def _parse(session: Session, agent_id: str, stemcell: str, given: Object, wanted
 
 
 def _attach_way(session: Session, vm: Vm) -> str:
-    """Return how disks are to be attached to the running VM (``Vm.attach``). Ways that would change an address that the
-    Director has already read are excluded.
+    """Return how disks are to be attached to the running VM (``Vm.attach``).
+
+    "recreate" is returned only for a VM with a fixed address. Otherwise, a new pod would get an address that the
+    Director does not know.
     """
     reason = "the tier `restricted` admits no live disks"
     if vm.properties.tier != "restricted":
@@ -254,12 +262,12 @@ def _attach_way(session: Session, vm: Vm) -> str:
 
 
 def _make_secret(session: Session, vm: Vm, settings: Object, base: Object) -> None:
-    """Create a VM's Secret. It must be the VM's first object, because only VMs that have a Secret can hold disks."""
+    """Create a VM's Secret. This must be the VM's first object, because only VMs with a Secret can hold disks."""
     secret = manifests.secret(vm, settings, base)
     _, is_good = _create_or_compare(session, SECRETS, vm.namespace, secret, _has_same_data)
     if not is_good:
-        # The existing Secret comes from an earlier attempt with this agent id but other settings. Delete that attempt's
-        # pod, because it uses those settings.
+        # The existing Secret comes from an earlier attempt with this agent id but different settings. Delete its pod as
+        # well, because that pod uses the old settings.
         pods.end(session, vm.namespace, vm.cid, grace_s=GRACE_OF_FAILED_S, is_name_needed=True)
         session.client.delete(SECRETS, vm.namespace, vm.cid)
         session.client.ensure(SECRETS, vm.namespace, secret)
@@ -279,6 +287,7 @@ def _hold_disks(session: Session, vm: Vm, disks: Sequence[str]) -> list[str]:
             continue
         if found.lingering:
             log.say(f"the disk {disk} is still mounted by {', '.join(found.lingering)}; attach_disk will attach it")
+            # The VM's pod will not mount the disk, so the VM must not remain its holder.
             claims.record_detach(session, disk, vm.cid)
             continue
         held.append(disk)
@@ -288,6 +297,7 @@ def _hold_disks(session: Session, vm: Vm, disks: Sequence[str]) -> list[str]:
 def _create_pod(session: Session, vm: Vm, base: Object, disks: Sequence[str], *, is_reserving: bool) -> Object:
     """Create a VM's claims and pod, or reuse those of an earlier attempt. Return the pod.
 
+    An existing pod is replaced if it has ended or was created from a different manifest.
     If ``is_reserving`` is set and the VM's properties contain `persistent_disk`, also create the claim of that disk and
     mount it.
     """
@@ -310,8 +320,9 @@ def _create_pod(session: Session, vm: Vm, base: Object, disks: Sequence[str], *,
 def _create_or_compare(
     session: Session, resource: Resource, namespace: str, body: Object, is_same: Callable[[Object, Object], bool]
 ) -> tuple[Object, bool]:
-    """Create an object, or find an existing one with the same name. Return the object, and True if it is new or its
-    content is as in ``body``.
+    """Create an object, or find the existing one with the same name.
+
+    Return the object, and True if it is new or ``is_same`` finds it equal to ``body``.
     """
     made, is_new = session.client.ensure(resource, namespace, body)
     session.check_ours(made, names.KIND_VM, VMCreationFailedError)
@@ -319,18 +330,22 @@ def _create_or_compare(
 
 
 def _has_same_data(found: Object, wanted: Object) -> bool:
+    """Return True if the existing Secret ``found`` contains the strings in ``wanted``."""
     data = {key: base64.b64decode(value).decode() for key, value in (found.get("data") or {}).items()}
     return bool(data == wanted["stringData"])
 
 
 def _is_same_pod(found: Object, wanted: Object) -> bool:
+    """Return True if the pod ``found`` was created from the same manifest as ``wanted`` and can still run."""
     digests = [(one["metadata"].get("annotations") or {}).get(names.REQUEST) for one in (found, wanted)]
     return digests[0] == digests[1] and not pods.is_ending(found) and not pods.has_ended(found)
 
 
 def bus_schemes(mbus: str, env: Mapping[str, Any]) -> list[str]:
-    """Return the URL schemes of the bus addresses. Error messages do not quote the addresses, because they contain
-    passwords.
+    """Return the URL schemes of the bus addresses in ``env`` or, if it has none, of ``mbus``.
+
+    Raises ``InputError`` if an address is invalid. The message does not quote the address, because it may contain a
+    password.
     """
     try:
         given = msgspec.convert(env, VmEnv).bosh.mbus.urls or [mbus]
@@ -357,38 +372,40 @@ def _wait_until_up(session: Session, vm: Vm, pod: Object, schemes: Sequence[str]
     state = pods.until_ready(session, vm.namespace, pod, timeout_s=timeout_s, is_enough=pods.has_started)
     boots_until = time.monotonic() + BOOT_S
     while not pods.is_ready(state) and "nats" in schemes and time.monotonic() < boots_until:
-        words = pods.last_words(session, vm.namespace, vm.cid, BUS)
-        if words is None:
+        message = pods.last_log_message(session, vm.namespace, vm.cid, BUS)
+        if message is None:
             break
-        if re.search(REACHED, words):
+        if re.search(REACHED, message):
             return state
         time.sleep(BUS_PAUSE_S)  # noqa: TID251 no event loop
     return pods.until_ready(session, vm.namespace, state, timeout_s=timeout_s, begun=begun)
 
 
 def _check_bus(session: Session, vm: Vm, schemes: Sequence[str]) -> None:
-    """Raise ``VMCreationFailedError`` if the agent logs that it cannot reach the bus.
+    """Raise ``VMCreationFailedError`` if the agent logs that it cannot reach the bus. Only a NATS bus is checked, and
+    only if `timeouts.bus` is not 0.
 
     It is not an error if the bus rejects the agent's certificate. In that case, the agent has reached the bus, and the
     Director admits the certificate only after create_vm has returned.
     """
     until = time.monotonic() + session.config.timeouts.bus
     while "nats" in schemes and session.config.timeouts.bus:
-        words = pods.last_words(session, vm.namespace, vm.cid, BUS)
-        if words is None or re.search(REACHED, words):
+        message = pods.last_log_message(session, vm.namespace, vm.cid, BUS)
+        if message is None or re.search(REACHED, message):  # None means that the log cannot be read
             return
-        if time.monotonic() >= until and not words:
+        if time.monotonic() >= until and not message:
             log.say(f"the log of {vm.cid} has no attempt to reach the bus")
             return
         if time.monotonic() >= until:
             raise VMCreationFailedError(
-                f"the agent of the VM does not reach the bus: {words}; see `agent.mbus` and the NetworkPolicies",
+                f"the agent of the VM does not reach the bus: {message}; see `agent.mbus` and the NetworkPolicies",
                 ok_to_retry=True,
             )
         time.sleep(BUS_PAUSE_S)  # noqa: TID251 no event loop
 
 
 def _check_address(pod: Object, wanted: str) -> None:
+    """Raise ``VMCreationFailedError`` if the pod does not have the address ``wanted``, unless ``wanted`` is ""."""
     got = [one.get("ip") for one in pod["status"].get("podIPs") or [{"ip": pod["status"].get("podIP")}]]
     if wanted and wanted not in got:
         raise VMCreationFailedError(
@@ -435,11 +452,14 @@ def _find_objects(session: Session, vm: str) -> tuple[Object | None, Object | No
 
 
 def _remove_other_objects(session: Session, vm: str, secret: Object | None) -> None:
-    """Delete all of a VM's objects except its pod, which must have terminated already, and its persistent disks."""
+    """Delete all of a VM's objects except its pod and its persistent disks. The pod must have terminated already.
+
+    A reserved disk that create_disk has not returned yet is also deleted, because the Director does not know about it.
+    """
     namespace = session.namespace_of(vm)
     attachments.end_all(session, vm)
-    # Delete the group's objects before the Secret, which names the NetworkPolicy. If this call is interrupted, its
-    # retry can then still find them.
+    # Delete the group's objects before the Secret, because the Secret names the NetworkPolicy. If this call is
+    # interrupted, a retry can then still find them.
     services.remove(session, vm, ((secret or {}).get("metadata", {}).get("annotations") or {}).get(names.POLICY, ""))
     session.client.delete(SECRETS, namespace, vm)
     data = session.client.find(CLAIMS, namespace, names.data_claim(vm))
