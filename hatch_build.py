@@ -1,8 +1,9 @@
-"""Build hooks for hatchling: they set the version and commit, create the wheel's README, compile the keeper, and
+"""Build hooks for hatchling. They set the version and commit, create the wheel's README, compile the keeper, and
 generate the completion scripts and the manual page.
 
-``python hatch_build.py`` writes the files that a checkout needs from a build: the keeper, unless it is newer than its
-source, and the completion scripts, which ``agent-shim completion`` prints.
+``python hatch_build.py`` writes the files that a checkout needs from a build: the completion scripts that ``agent-shim
+completion`` prints, the manual page and the keeper. The keeper is compiled only if it is missing or older than its
+source.
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ SHELL_PAGES = {
 
 
 def version() -> str:
-    """Return the version, such as ``0.3.0``, or between releases ``0.3.0.dev0+g…`` with the commit, if the commit is
-    known.
+    """Return the version. Between releases, the commit is appended if it is known.
+
+    Examples are ``0.3.0`` for a release and ``0.3.0.dev0+g…`` between releases.
     """
     number, commit = _written("__version__"), revision()
     if commit and number.endswith(".dev0"):
+        # A commit has 40 digits, which "-dirty" may follow. A local version must not contain "-".
         return f"{number}+g{commit[:9]}{commit[40:].replace('-', '.')}"
     return number
 
@@ -60,14 +63,16 @@ def revision() -> str:
     The commit comes from the source distribution, else from ``AGENT_SHIM_REVISION`` (for builds without git), else from
     git.
     """
-    return _written("__revision__") or os.environ.get("AGENT_SHIM_REVISION", "") or _of_git()
+    return _written("__revision__") or os.environ.get("AGENT_SHIM_REVISION", "") or _commit_from_git()
 
 
-def _of_git() -> str:
+def _commit_from_git() -> str:
+    """Return the commit of this checkout, with ``-dirty`` if tracked files have changed, or "" if it is unknown."""
     # Without this check, git would return the commit of another project if this tree was unpacked in that project's
     # checkout.
     if not (ROOT / ".git").exists():
         return ""
+    # --exclude=* ignores all tags, so that the full commit is printed.
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -76,16 +81,19 @@ def _of_git() -> str:
 
 
 def _written(name: str) -> str:
+    """Return the value of a string constant in agent_shim/__init__.py, or "" if it is missing."""
     found = re.search(rf'^{name} = "([^"]*)"', SOURCE.read_text(), re.MULTILINE)
     return found[1] if found else ""
 
 
 def page(readme: str) -> str:
     """Return the text of README.md with each relative link replaced by a URL on GitHub for this commit or release."""
-    at = (revision()[:40] if "dev" in version() else f"v{version()}") or "main"
+    # A commit has 40 digits, which "-dirty" may follow.
+    ref = (revision()[:40] if "dev" in version() else f"v{version()}") or "main"
     raw = HOME.replace("//github.com/", "//raw.githubusercontent.com/")
-    readme = re.sub(r"(!\[[^]]*\]\()(?!https?:|#)", rf"\g<1>{raw}/{at}/", readme)
-    return re.sub(r"((?<!!)\[[^]!]*\]\()(?!https?:|#)", rf"\g<1>{HOME}/blob/{at}/", readme)
+    # Images need the URL of the raw file; all other links lead to the file's page.
+    readme = re.sub(r"(!\[[^]]*\]\()(?!https?:|#)", rf"\g<1>{raw}/{ref}/", readme)
+    return re.sub(r"((?<!!)\[[^]!]*\]\()(?!https?:|#)", rf"\g<1>{HOME}/blob/{ref}/", readme)
 
 
 def machine() -> str:
@@ -122,13 +130,13 @@ def build_keeper(target: Path, links: tuple[str, ...] = ("-static",)) -> None:
     """
     reasons = ["there is no C compiler: install musl-gcc, or gcc, or the package ziglang of PyPI"]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".keeper-") as scratch:
-        made = Path(scratch, "keeper")
+        program = Path(scratch, "keeper")
         for link in links:
             for command in compilers():
-                argv = [*command, *KEEPER_FLAGS, link, "-o", str(made), str(ROOT / f"{KEEPER}.c")]
+                argv = [*command, *KEEPER_FLAGS, link, "-o", str(program), str(ROOT / f"{KEEPER}.c")]
                 done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
                 if done.returncode == 0:
-                    made.replace(target)  # Another build may be writing the same file, so replace it atomically.
+                    program.replace(target)  # Another build may be writing the same file, so replace it atomically.
                     return
                 reasons.append(f"{' '.join(argv)}\n{done.stdout}")
     raise SystemExit(f"cannot compile {KEEPER}.c: {reasons[-1]}")
@@ -145,8 +153,9 @@ def build_keeper_of_checkout() -> None:
 
 
 def write_shell_pages(target: Path) -> None:
-    """Write the completion scripts and the manual page to a directory. They are generated from the definition of the
-    command line, which can be imported without the agent's libraries.
+    """Write the completion scripts and the manual page to a directory.
+
+    They are generated from the definition of the command line, which can be imported without the agent's libraries.
     """
     sys.path.insert(0, str(ROOT))
     from tools import shell_pages
@@ -160,6 +169,7 @@ class PageHook(MetadataHookInterface):
     """Sets the description (from README.md) and the URLs in a package's metadata."""
 
     def update(self, metadata: dict[str, Any]) -> None:
+        """Add the description and the URLs to ``metadata``. hatchling calls this for each build."""
         text = page((ROOT / "README.md").read_text())
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
         metadata["urls"] = {
@@ -176,23 +186,29 @@ class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
     """
 
     def dependencies(self) -> list[str]:
-        """Return the PyPI package with a C compiler (100 MB) if a wheel is being built and no compiler is installed."""
+        """Request a C compiler from PyPI (100 MB) if a wheel is being built and no compiler is installed."""
         return ["ziglang"] if self.target_name == "wheel" and not compilers() else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Add files to a build before hatchling creates it. An editable installation uses the files in the checkout.
+
+        ``version`` is hatchling's name for the kind of build: ``standard`` or ``editable``.
+        """
         if version == "editable":
             build_checkout()
             build_data["shared_data"].update({f"{COMPLETION}/{name}": at for name, at in SHELL_PAGES.items()})
             return
         text = SOURCE.read_text()
+        # The parameter ``version`` shadows this module's function ``version``.
         for name, value in (("__version__", globals()["version"]()), ("__revision__", revision())):
             text = re.sub(rf'^{name} = "[^"]*"', f'{name} = "{value}"', text, flags=re.MULTILINE)
+        # hatchling reads the files after this method has returned, so remove them only when the process exits.
         scratch = Path(tempfile.mkdtemp())
         atexit.register(shutil.rmtree, scratch)
-        named = scratch / "__init__.py"
-        named.write_text(text)
-        named.chmod(0o644)
-        build_data["force_include"][str(named)] = "agent_shim/__init__.py"
+        init = scratch / "__init__.py"
+        init.write_text(text)
+        init.chmod(0o644)
+        build_data["force_include"][str(init)] = "agent_shim/__init__.py"
         if self.target_name == "wheel":
             build_keeper(scratch / "keeper")
             build_data["force_include"][str(scratch / "keeper")] = KEEPER

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """``./dev sbom`` prints the agent's dependencies with hashes, licences and their own dependencies, in CycloneDX 1.5.
 
-Versions, hashes and dependencies come from a lock file (``--lock``, by default that of the image), and licences from
-the installed packages. ``--licences`` prints a table instead.
+Versions, hashes and dependencies come from a lock file (``--lock``, which defaults to the image's lock file), and
+licences from the installed packages. ``--licences`` prints a table instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _NEEDED_BY: Final = re.compile(r"^    #(?: via|  ) ([A-Za-z0-9._-]+)", re.MULTIL
 
 @dataclass(frozen=True)
 class Component:
-    """A package in the lock file. ``hashes`` are those of all its wheels, only one of which is installed."""
+    """A package in the lock file.
+
+    ``hashes`` contains the hashes of all its wheels, only one of which is installed.
+    """
 
     name: str
     version: str
@@ -67,18 +70,19 @@ def licence(name: str) -> str:
 
 
 def document(name: str, version: str, found: list[Component]) -> dict[str, Any]:
-    """Return a CycloneDX 1.5 document with these packages."""
+    """Return a CycloneDX 1.5 document that lists the packages in ``found``."""
     refs = {one.name: f"pkg:pypi/{one.name.lower()}@{one.version}" for one in found}
-    below: dict[str, list[str]] = {ref: [] for ref in (name, *refs.values())}
+    dependencies: dict[str, list[str]] = {ref: [] for ref in (name, *refs.values())}
     for one in found:
-        for above in {refs.get(needed, name) for needed in one.needed_by}:
-            below[above].append(refs[one.name])
+        # A package that no other package needs is needed by the program itself.
+        for dependent in {refs.get(needed, name) for needed in one.needed_by}:
+            dependencies[dependent].append(refs[one.name])
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
         "version": 1,
         "metadata": {"component": {"type": "application", "bom-ref": name, "name": name, "version": version}},
-        "dependencies": [{"ref": ref, "dependsOn": needed} for ref, needed in below.items()],
+        "dependencies": [{"ref": ref, "dependsOn": needed} for ref, needed in dependencies.items()],
         "components": [
             {
                 "type": "library",

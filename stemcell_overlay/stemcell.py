@@ -101,8 +101,8 @@ def main() -> int:
             return 0
         made = light(arguments) if arguments.light else heavy(arguments)
     except subprocess.CalledProcessError as exc:
-        done = f"{Path(exc.cmd[0]).name} {exc.cmd[1]}"
-        print(f"stemcell: cannot make a stemcell: `{done}` ended with {exc.returncode}", file=sys.stderr)
+        command = f"{Path(exc.cmd[0]).name} {exc.cmd[1]}"
+        print(f"stemcell: cannot make a stemcell: `{command}` ended with {exc.returncode}", file=sys.stderr)
         return 1
     except OSError as exc:
         print(f"stemcell: cannot make a stemcell: {exc.strerror}: {exc.filename}", file=sys.stderr)
@@ -134,8 +134,9 @@ def light(arguments: argparse.Namespace) -> Path:
     system, architecture = arguments.os or "ubuntu-noble", arguments.arch or "amd64"
     version = version_for(architecture, arguments.version or own_version())
     pointers = {"image_reference": reference, "digest": digest, "image": f"{reference}@{digest}"}
+    sums = digests(iter(()))  # The member "image" is empty.
     files = {
-        "stemcell.MF": manifest(system, architecture, version, LIGHT, digests(iter(())), pointers).encode(),
+        "stemcell.MF": manifest(system, architecture, version, LIGHT, sums, pointers).encode(),
         "packages.txt": b"",
         "dev_tools_file_list.txt": b"",
         "image": b"",
@@ -152,8 +153,8 @@ def heavy(arguments: argparse.Namespace) -> Path:
     tool = shutil.which("podman") or shutil.which("docker")
     if tool is None:
         raise SystemExit("stemcell: cannot make a stemcell: neither podman nor docker is installed")
-    image = arguments.image or _built(tool, arguments)
-    facts, parts, *said = _facts(tool, image)
+    image = arguments.image or _build(tool, arguments)
+    facts, parts, dev_tools, dpkg_list = _facts(tool, image)
     architecture = facts["architecture"]
     if arguments.arch not in (None, architecture):
         raise SystemExit(f"stemcell: cannot make a stemcell for {arguments.arch}: the image is for {architecture}")
@@ -170,15 +171,15 @@ def heavy(arguments: argparse.Namespace) -> Path:
         path = _target(arguments.out, name, version)
         with _tarball(path) as tarball:
             _add(tarball, "stemcell.MF", manifest(system, architecture, version, HEAVY, sums, {}).encode())
-            _add(tarball, "packages.txt", said[1].encode())
-            _add(tarball, "dev_tools_file_list.txt", said[0].encode())
+            _add(tarball, "packages.txt", dpkg_list.encode())
+            _add(tarball, "dev_tools_file_list.txt", dev_tools.encode())
             tarball.add(root, "image", filter=_as_built)
             _add(tarball, "sbom.spdx.json", _json(spdx(name, version, parts)))
             _add(tarball, "sbom.cdx.json", _json(cyclonedx(name, version, parts)))
     return path
 
 
-def _built(tool: str, arguments: argparse.Namespace) -> str:
+def _build(tool: str, arguments: argparse.Namespace) -> str:
     """Build the image with the Dockerfile and return its name."""
     own = OWN.get(platform.machine(), "")
     architecture = arguments.arch or own
@@ -231,58 +232,63 @@ class Part:
 
 
 def _facts(tool: str, image: str) -> tuple[dict[str, str], list[Part], str, str]:
-    """Return facts about an image.
+    """Run the image to find out what it contains.
 
-    These are its operating system, version and architecture, its parts, the list of files that belong to compilers, and
-    the output of ``dpkg -l``.
+    Return a dict with the operating system, version and architecture; the installed packages; the list of files that
+    belong to compilers; and the output of ``dpkg -l``.
     """
     run = [tool, "run", "--rm", "--network=none", image, "sh", "-c", FACTS]
-    said = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout.split("--\n", 5)
-    facts = dict(line.split("=", 1) for line in said[0].split())
+    output = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout
+    system, debian, python, copyrights, dev_tools, dpkg_list = output.split("--\n", 5)
+    facts = dict(line.split("=", 1) for line in system.split())
     parts = [
-        *packages(facts["os"].partition("-")[0], said[1].splitlines(), licences(said[3].splitlines())),
-        *modules(said[2].splitlines()),
+        *packages(facts["os"].partition("-")[0], debian.splitlines(), licences(copyrights.splitlines())),
+        *modules(python.splitlines()),
     ]
-    return facts, parts, said[4], said[5]
+    return facts, parts, dev_tools, dpkg_list
 
 
 def packages(distribution: str, lines: Iterable[str], known: dict[str, tuple[str, ...]]) -> list[Part]:
-    """Return the Debian packages that ``lines`` describe.
+    """Return the Debian packages that ``lines`` describe. ``known`` maps the name of a package to its licences.
 
-    If a dependency has several alternatives, a package depends on all that are installed. If it names a virtual
-    package, the package depends on all installed packages that provide it.
+    A dependency can have several alternatives, or be a virtual package that several packages provide. All of those that
+    are installed are returned as dependencies.
     """
     rows = [line.split("\t") for line in lines]
     urls = [f"pkg:deb/{distribution}/{name}@{version}?arch={architecture}" for name, version, architecture, *_ in rows]
-    there: dict[str, list[str]] = {}
+    urls_by_name: dict[str, list[str]] = {}
     for url, (name, _, _, provides, _) in zip(urls, rows, strict=True):
-        for each in (name, *_NAMES.findall(provides)):
-            there.setdefault(each, []).append(url)
+        for provided in (name, *_NAMES.findall(provides)):
+            urls_by_name.setdefault(provided, []).append(url)
     return [
-        Part(name, version, url, known.get(name, ()), _urls(there, _NAMES.findall(depends), url))
+        Part(name, version, url, known.get(name, ()), _urls(urls_by_name, _NAMES.findall(depends), url))
         for url, (name, version, _, _, depends) in zip(urls, rows, strict=True)
     ]
 
 
 def modules(lines: Iterable[str]) -> list[Part]:
     """Return the agent's Python packages. Each of ``lines`` contains a name, a version and the names of
-    dependencies.
+    dependencies. The licences come from the packages that are installed on this machine.
     """
     rows = [line.split() for line in lines]
-    there = {_normal(name): [f"pkg:pypi/{_normal(name)}@{version}"] for name, version, *_ in rows}
+    urls_by_name = {_normal(name): [f"pkg:pypi/{_normal(name)}@{version}"] for name, version, *_ in rows}
     return [
-        Part(name, version, url, (sbom.licence(name),), _urls(there, map(_normal, needs), url))
+        Part(name, version, url, (sbom.licence(name),), _urls(urls_by_name, map(_normal, needs), url))
         for name, version, *needs in rows
-        for url in there[_normal(name)]
+        for url in urls_by_name[_normal(name)]
     ]
 
 
 def _normal(name: str) -> str:
+    """Normalize the name of a Python package (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _urls(there: dict[str, list[str]], names: Iterable[str], own: str) -> tuple[str, ...]:
-    return tuple(sorted({url for name in names for url in there.get(name, ())} - {own}))
+def _urls(urls_by_name: dict[str, list[str]], names: Iterable[str], own: str) -> tuple[str, ...]:
+    """Return the URLs of the installed packages with these names. ``own`` is left out, so that no package depends on
+    itself.
+    """
+    return tuple(sorted({url for name in names for url in urls_by_name.get(name, ())} - {own}))
 
 
 def licences(lines: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -302,15 +308,16 @@ def licences(lines: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def own_version(base: str = "0.0.0") -> str:
-    """Return this project's version. If the stemcell is built on a base stemcell, put the base stemcell's version
-    before it.
+    """Return this project's version. If the stemcell is built on a base stemcell, the base's version comes first.
+
+    ``base`` is the base stemcell's version, or 0.0.0 if the base is another image.
     """
     own = semantic_version()
     return own if base == "0.0.0" else f"{base}+shim.{own}"
 
 
 def version_for(architecture: str, version: str) -> str:
-    """Return a stemcell's version, including the architecture unless that is amd64.
+    """Return a stemcell's version with the architecture, unless that is amd64 or the version already contains it.
 
     Without the architecture, a Director would use packages that were compiled on one architecture for the other.
     """
@@ -322,7 +329,7 @@ def version_for(architecture: str, version: str) -> str:
 def name_of(system: str, architecture: str) -> str:
     """Return a stemcell's name, including the architecture unless that is amd64.
 
-    Without the architecture, a Director would take the second stemcell with the same name and version for the first.
+    Without the architecture, a Director would mistake the second stemcell with the same name and version for the first.
     """
     words = ["bosh-warden-boshlite", system, *([architecture] if architecture != "amd64" else []), "agent-shim"]
     return "-".join(words)
@@ -331,7 +338,11 @@ def name_of(system: str, architecture: str) -> str:
 def manifest(
     system: str, architecture: str, version: str, formats: list[str], sums: str, pointers: dict[str, str]
 ) -> str:
-    """Return the content of ``stemcell.MF``. Values are written as JSON, which is valid YAML."""
+    """Return the content of ``stemcell.MF``. Values are written as JSON, which is valid YAML.
+
+    ``sums`` are the digests of the stemcell's image. ``pointers`` are the cloud properties that name the image of a
+    light stemcell.
+    """
     name, distribution = name_of(system, architecture), system.partition("-")[0]
     properties = {
         "name": name,
@@ -401,6 +412,7 @@ def spdx(stemcell: str, version: str, parts: list[Part]) -> dict[str, Any]:
 
     Licences are written as comments, because Debian's short names are not SPDX identifiers.
     """
+    # Leave out the current time, so that the same packages always produce the same document.
     name = f"{stemcell}-{version}"
     ids = {part.url: f"SPDXRef-{number}" for number, part in enumerate(parts)}
     relations = [("SPDXRef-DOCUMENT", "DESCRIBES", one) for one in ids.values()]
@@ -462,11 +474,13 @@ def _export(tool: str, image: str, target: Path) -> None:
 
 
 def _made(directory: Path) -> Path:
+    """Create a directory unless it exists, and return it."""
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
 
 def _target(out: Path, name: str, version: str) -> Path:
+    """Return the tarball's path, and create its directory. The file name is like that of an official stemcell."""
     return _made(out) / f"{name.replace('bosh-', 'bosh-stemcell-' + version + '-', 1)}.tgz"
 
 

@@ -80,7 +80,7 @@ def boot_steps() -> str:
     functions = {node.name: node for node in modules()["daemon.boot"].tree.body if isinstance(node, ast.FunctionDef)}
 
     def rows(node: ast.AST) -> Iterator[str]:
-        """Yield the name of each ``Step`` that is created by this code or by a function that it calls."""
+        """Yield the name of each ``Step`` that is created in ``node`` or in a function that ``node`` calls."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             if node.func.id in functions:
                 yield from rows(functions[node.func.id])
@@ -93,7 +93,7 @@ def boot_steps() -> str:
             yield from rows(child)
 
     steps = [f"1. {name}" for name in (*rows(functions["tree_step"]), *rows(functions["steps"]))]
-    return "\n".join([*steps, "", "¹ A failure ends the boot. ² Runs while the agent connects to the bus.", ""])
+    return "\n".join([*steps, "", "¹ A failure aborts the boot. ² Runs while the agent connects to the bus.", ""])
 
 
 def statements() -> str:
@@ -159,7 +159,7 @@ def prometheus_rule() -> str:
 def status_picture() -> str:
     """Return a picture of ``agent-shim status`` in a terminal with 80 columns.
 
-    Its input is a real agent's recorded answer (``agent-shim status --json``).
+    The picture is drawn from the recorded answer of a real agent (``agent-shim status --json``).
     """
     answer = json.loads((PAGES / "pictures/status.json").read_text())
     return draw.terminal(status_text.render(answer, ansi.coloured, columns=80), "$ agent-shim status")

@@ -57,7 +57,7 @@ def usage(name: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _usage(action: argparse.Action) -> str:
-    """Return one argument as a usage line shows it."""
+    """Return one argument as it appears in a usage line."""
     written = " ".join(filter(None, [action.option_strings[0] if action.option_strings else "", placeholder(action)]))
     many = "..." if action.nargs in ("+", "*") else ""
     # Up to Python 3.13, argparse treats a positional argument that takes any number of values as required.

@@ -31,7 +31,9 @@ CALM_S: Final = 5.0
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """Measure by how much the memory grows. ``scale`` multiplies the numbers of repetitions."""
+    """Measure how much memory grows with repeated actions, restarts and reconnects. ``scale`` multiplies the
+    repetitions.
+    """
     async with world(command) as w:
         await w.start_agent()
         await w.run("apply", w.spec(5, 1))
@@ -108,7 +110,7 @@ async def reconnects(count: int) -> Figure:
 async def lose_links(own: dict[str, object], count: int) -> float:
     """Connect to the bus and drop the connection ``count`` times.
 
-    Return the growth of this process in MB after the first tenth of the connections.
+    Return by how many MB this process's memory grew from the first tenth of the connections to the last.
     """
 
     async def nobody(_: bytes) -> None:

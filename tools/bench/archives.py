@@ -82,7 +82,14 @@ async def packed(w: RunningAgent, name: str, files: int, size: int) -> dict[str,
             rates[other].append(files * size / MB / took[-1])
     for each in logs.iterdir():
         shutil.rmtree(each)
-    made = {name: figure(rates["agent"], "MB/s", floor=rates["igzip"], floor_is="only reading and igzip")}
+    made = {
+        name: figure(
+            rates["agent"],
+            "MB/s",
+            floor=rates["igzip"],
+            floor_is="only reading the files and compressing them with igzip",
+        )
+    }
     return made | {f"{name}_by_{other.replace(' ', '_')}": figure(rates[other], "MB/s") for other in list(rates)[2:]}
 
 

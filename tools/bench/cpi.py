@@ -1,8 +1,7 @@
-"""Measures the Kubernetes CPI on its own node: makes a Director's calls in the Director's order, and compares them with
-a minimal client's requests.
+"""Measures the Kubernetes CPI on its own node, and compares it with a minimal client of the API server.
 
-Needs root and the packages that ``./dev test-kubernetes`` needs. The first run builds the node. ``on_node`` runs in the
-node's namespaces.
+The benchmark calls the CPI's methods in the same order as a Director. It needs root and the packages that ``./dev
+test-kubernetes`` needs. The first run builds the node. ``on_node`` runs in the node's namespaces.
 """
 
 from __future__ import annotations
@@ -185,7 +184,7 @@ class Bare:
 
 
 def copied(document: Any, before: str, after: str) -> Any:
-    """Return a copy of an API object, renamed from ``before`` to ``after`` and without the fields that the cluster has
+    """Return a copy of an API object, renamed from ``before`` to ``after`` and without the fields that the cluster
     added.
     """
     text = json.dumps({key: one for key, one in document.items() if key != "status"}).replace(before, after)
@@ -215,7 +214,7 @@ def seconds_of(argv: Sequence[str], request: bytes = b"") -> float:
 
 
 def largest_of(argv: Sequence[str], requests: Sequence[bytes], home: Path) -> tuple[float, list[float], list[Any]]:
-    """Run one process per request concurrently.
+    """Run one process for each request, all at the same time.
 
     Return the seconds until all have exited, the peak memory of each in MB, and their responses.
     """
@@ -328,12 +327,12 @@ async def _vms(site: Site, bare: Bare, figures: Figures, count: int) -> None:
     by_hand, by_cpi, steps = [], [], []
     for _ in range(count):
         disk = await director.create_disk(instance)
-        # The first attachment binds the claim to a volume. Attach and detach the disk once, to keep the time that the
-        # storage needs for this out of the measurement.
+        # Attach and detach the disk once before the measurement, because the first attachment has to wait until the
+        # claim is bound to a volume.
         await site.cpi.call("attach_disk", instance.vm, disk)
         await site.cpi.call("detach_disk", instance.vm, disk)
-        # Wait until the previous pod is gone, because the next pod has the same name. Waiting here keeps the time that
-        # the kubelet needs for this out of the measurement.
+        # The next pod has the same name as the previous one. Wait until the previous pod is gone, so that this wait is
+        # not part of the measurement.
         await asyncio.to_thread(bare.until_gone, names.attachment(instance.vm, disk))
         telling = asyncio.create_task(asyncio.to_thread(bare.steps_of_next, bare.watch(names.KIND_ATTACHMENT)))
         began = time.monotonic()
@@ -371,7 +370,7 @@ async def _vm_lifecycle(site: Site, figures: Figures, instance: DeployedInstance
 
 
 async def _remove(site: Site, bare: Bare, pod: str) -> None:
-    """Delete a pod that ``Bare`` has created, together with its Secret and claim, as ``delete_vm`` does.
+    """Delete a pod that ``Bare`` created, together with its Secret and claim, as ``delete_vm`` does.
 
     The Secret and the claim are deleted once the kubelet has terminated the pod.
     """
@@ -394,7 +393,7 @@ def _small_calls(site: Site, bare: Bare, figures: Figures, instance: DeployedIns
     }
     floor: list[float] = []
     made: dict[str, list[float]] = {name: [] for name in calls}
-    # Take turns, so that other work on the machine affects all measurements equally.
+    # Alternate between the measurements, so that other work on the machine affects all of them equally.
     for _ in range(count):
         floor.append(seconds_of([sys.executable, "-I", "-c", START_OF_A_CLIENT]) + three_requests())
         for name, ask in calls.items():
@@ -407,7 +406,7 @@ def _small_calls(site: Site, bare: Bare, figures: Figures, instance: DeployedIns
 async def _create_vm(site: Site, instance: DeployedInstance) -> None:
     """Create a VM, but send its agent no requests.
 
-    The agent cannot connect to the bus, because the bus does not know the agent's credentials.
+    The agent cannot connect to the bus, because the agent's credentials are not in the bus's configuration.
     """
     instance.agent = str(uuid.uuid4())
     instance.vm, *_ = await site.cpi.call("create_vm", *_arguments(site, instance.agent))
@@ -435,8 +434,8 @@ async def _at_once(site: Site, figures: Figures, count: int) -> None:
 
 @dataclass
 class ByHand(Cpi):
-    """A replacement for the CPI that creates pods and disks from prepared manifests. The Director can send it the same
-    requests as the CPI.
+    """A replacement for the CPI that creates pods and disks from prepared manifests. The benchmark calls it in the same
+    way as the CPI.
     """
 
     answer: Callable[[str, Sequence[Any]], Any] = lambda *_: None
@@ -446,7 +445,7 @@ class ByHand(Cpi):
 
 
 async def _deploys(site: Site, bare: Bare, figures: Figures) -> None:
-    """Measure the first deploy of several instances with disks, with the CPI and with prepared manifests."""
+    """Measure the first deploy of several instances with disks, once with the CPI and once with prepared manifests."""
     director, real = site.deployments, site.cpi
     seconds: dict[str, tuple[float, float]] = {}
     for kind in ("empty_dir", "claim"):
@@ -499,7 +498,7 @@ def _made_by_hand(
 
 
 def settings_by_hand(secret: Any, vm: str, name: str, arguments: Sequence[Any]) -> Any:
-    """Return a VM's Secret with the settings that create_vm would write for these arguments."""
+    """Return a VM's Secret with the settings that create_vm would write if it were called with ``arguments``."""
     made = copied(secret, vm, name)
     agent, env = arguments[0], arguments[5]
     made["data"] = {key: _settings_of(one, agent, env) for key, one in made["data"].items()}
@@ -507,9 +506,9 @@ def settings_by_hand(secret: Any, vm: str, name: str, arguments: Sequence[Any]) 
 
 
 def _settings_of(encoded: str, agent: str, env: Any) -> str:
-    """Return encoded settings with a different agent ID and environment.
+    """Return encoded settings with the agent ID ``agent`` and with ``env`` merged into the environment.
 
-    Everything else stays the same, and documents that are not settings are returned unchanged.
+    Documents other than settings are returned unchanged.
     """
     document = json.loads(base64.b64decode(encoded))
     if "agent_id" not in document:

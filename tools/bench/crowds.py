@@ -47,8 +47,8 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 async def crowd(command: str, jobs: int, size: int, slower: float, alone: float, found: Figures) -> None:
     """Add the figures for ``jobs`` processes to ``found``.
 
-    ``size`` is the number without scaling, which is part of the figures' names. ``slower`` multiplies the measuring
-    times. ``alone`` is the CPU usage of an agent without processes.
+    ``size`` is the unscaled number of processes, which appears in the figures' names. ``slower`` multiplies the
+    durations. ``alone`` is the CPU usage of an agent without processes.
     """
     async with world(command) as w:
         await w.start_agent()
@@ -87,7 +87,7 @@ async def crowd(command: str, jobs: int, size: int, slower: float, alone: float,
 
 
 async def share(w: RunningAgent, seconds: float) -> float:
-    """Return the agent's CPU usage over the next ``seconds``, in percent of one core."""
+    """Return the agent's CPU usage over the next ``seconds``, as a percentage of one core."""
     used, watch = w.cpu_seconds(), Stopwatch()
     await asyncio.sleep(seconds)
     return (w.cpu_seconds() - used) / watch.seconds * 100
@@ -103,7 +103,7 @@ async def ping(w: RunningAgent, into: list[float]) -> None:
 
 
 async def running(w: RunningAgent, jobs: int, starts: int) -> None:
-    """Wait until each job has been started this many times and its pidfile names a running process."""
+    """Wait until each job has been started ``starts`` times and its pidfile names a running process."""
     async with asyncio.timeout(300):
         while True:
             known = w.starts()

@@ -89,7 +89,7 @@ async def measure(one: LocalAgent) -> dict[str, set[CodeType]]:
 
 
 def named(found: set[CodeType], *modules: str) -> list[str]:
-    """Return the functions in these agent modules, or in all modules if none are given."""
+    """Return the functions in the agent modules ``modules``, or in all modules if none are named."""
     places = {(str(Path(code.co_filename).relative_to(HOME)), code.co_name) for code in found}
     return sorted(f"{path} {name}" for path, name in places if name not in UNNAMED and (not modules or path in modules))
 

@@ -1,8 +1,8 @@
 """``./dev run python -m tools.bench.go_agent BINARY [--monit MONIT] [...]``: run ``./dev bench`` for the Go agent.
 
-BINARY is a bosh-agent and MONIT its monit (default: the one on PATH). Stemcells have monit 5.2.5. Later versions reject
-the agent's start requests. Other options are passed to ``./dev bench``. Memory and CPU time are sums over both
-programs.
+BINARY is a bosh-agent and MONIT its monit (default: the one on PATH). Use monit 5.2.5, as on stemcells, because later
+versions reject the agent's start requests. Other options are passed to ``./dev bench``. Memory and CPU time are sums
+over both programs.
 
 Needs root, because everything runs in new mount, network and pid namespaces. They have an empty ``/var/vcap``, a
 syslog, and read-only access to the rest of the disk except ``/tmp``. When the measurement ends, the kernel kills all

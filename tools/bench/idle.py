@@ -55,7 +55,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 
 async def still(w: RunningAgent, least: RunningAgent, seconds: float) -> Figures:
-    """Return the idle agent's CPU usage in percent of one core, and the milliseconds of CPU time per heartbeat."""
+    """Return the idle agent's CPU usage as a percentage of one core, and the milliseconds of CPU time per heartbeat."""
     monitor, watch = HealthMonitor(), Stopwatch()
     used, floor = w.cpu_seconds(), least.cpu_seconds()
     windows: list[float] = []
@@ -92,7 +92,7 @@ async def busy(w: RunningAgent, size: int) -> Figures:
             await w.run("fetch_logs", "job", None)
             await w.director.value(AGENT, "get_state", "full")
     lags = {who: sorted(each / 1000 for each in trips) for who, trips in watch.pings.items()}
-    floor_is = "an idle process at the same time"
+    floor_is = "pinging an idle process at the same time"
     at = {who: trips[min(len(trips) - 1, int(len(trips) * 0.999))] for who, trips in lags.items()}
     most = {who: trips[-1] for who, trips in lags.items()}
     return {

@@ -1,4 +1,4 @@
-"""Compares ``agent-shim monit`` with monit 5.2.5 (MONIT_525). Both supervise the same 10, then 50, then 200 services,
+"""Compares ``agent-shim monit`` with monit 5.2.5 (MONIT_525). Both supervise first 10, then 50, then 200 services,
 which are configured with the same files.
 
 Each start program is a shell script that starts a process and writes the pidfile. Both supervisors check the services
@@ -115,7 +115,9 @@ class MonitFiles:
                     os.kill(int(pidfile.read_text()), signal.SIGKILL)
 
     def replaced(self, pidfiles: list[Path]) -> float:
-        """Kill the processes in these pidfiles. Return the seconds until each has been replaced by a new process."""
+        """Kill the processes whose pids are in ``pidfiles``. Return the seconds until new processes have replaced all
+        of them.
+        """
         former = {pidfile: pidfile.read_text() for pidfile in pidfiles}
         begun_at = time.monotonic()
         for pid in former.values():

@@ -29,7 +29,8 @@ async def measure(command: str, scale: float, found: Figures) -> None:
         packages, size = LARGE
         found["apply_6_packages_of_20_MB"] = await applied(w, 5, packages, int(size * scale))
         for count in COUNTS:
-            found[f"apply_{count}_small_packages"] = await applied(w, 1, count, SMALL_PACKAGE_BYTES)
+            name = "small_package" if count == 1 else "small_packages"
+            found[f"apply_{count}_{name}"] = await applied(w, 1, count, SMALL_PACKAGE_BYTES)
         found[f"apply_{JOBS}_jobs_with_a_package_each"] = await applied(w, JOBS, JOBS, SMALL_PACKAGE_BYTES)
         spec = w.spec(5, packages, SMALL_PACKAGE_BYTES, version="same")
         await w.run("apply", spec)

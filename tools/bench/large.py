@@ -42,7 +42,7 @@ ROOM_FACTOR: Final = 2.0
 
 
 def line(chance: random.Random) -> str:
-    """Return a line like one in an access log. About two thirds of it are predictable."""
+    """Return a line that resembles one in an access log. About two thirds of it is predictable."""
     return (
         f"2026-11-20T13:{chance.randrange(60):02}:{chance.randrange(60):02}.{chance.randrange(10**6):06}Z "
         f"[{chance.choice(['INFO', 'WARN', 'DEBUG'])}] web.{chance.randrange(9)} request "
@@ -151,9 +151,7 @@ async def write(log: Path) -> None:
 
 
 async def of_logs(w: RunningAgent, scale: float) -> dict[str, Any]:
-    """Measure how the agent packs logs for the Director, which downloads them from the blobstore, and for the CLI,
-    which gets a bundle.
-    """
+    """Measure the agent while it packs logs for ``fetch_logs`` and for ``bundle_logs``."""
     size, logs = LOGS * scale, w.base / "data/sys/log"
     count = max(1, int(FILES * scale))
     await asyncio.to_thread(fill, logs, count, int(size / count))

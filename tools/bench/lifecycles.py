@@ -21,12 +21,14 @@ ROUNDS: Final = 5
 JOBS: Final = 5
 LOOKS: Final = 50
 PAUSES: Final = (1.3, 7.9, 4.1, 9.6, 2.2)
-"""Seconds before each kill. They differ so that a polling supervisor is hit at different points of its cycle."""
-SCRIPT: Final = "the start program run directly, until its pidfile exists"
+"""Seconds before each kill. They are not all equal, so that the kills hit a polling supervisor at different points of
+its cycle.
+"""
+SCRIPT: Final = "running the start program directly until its pidfile exists"
 
 
 async def measure(command: str, scale: float, found: Figures) -> None:
-    """Measure each duration several times. ``scale`` is ignored."""
+    """Measure several times how long it takes to start, query, restart and stop jobs. ``scale`` is ignored."""
     async with world(command) as w:
         await w.start_agent()
         await w.run("apply", w.spec(JOBS, 1))
@@ -38,7 +40,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
             stops.append(await w.run("stop"))
             await start_by_hand(w, by_hand)
         found["start_answered"] = figure(starts, "s")
-        found["start_until_5_running"] = figure(runnings, "s", floor=by_hand, floor_is=f"{JOBS} times {SCRIPT}")
+        found["start_until_5_running"] = figure(runnings, "s", floor=by_hand, floor_is=f"{SCRIPT}, {JOBS} times")
         found["stop_of_5"] = figure(stops, "s")
         await w.run("start")
         await w.until_running()
@@ -55,7 +57,7 @@ async def measure(command: str, scale: float, found: Figures) -> None:
         floors = [ping + one_pass for ping, one_pass in zip(pings, passes, strict=True)]
         found["get_state_full"] = figure(states, "s", floor=floors, floor_is="a ping and one pass over /proc")
         each_by_hand = [each / JOBS for each in by_hand]
-        found["killed_until_its_successor_runs"] = figure(await killed(w), "s", floor=each_by_hand, floor_is=SCRIPT)
+        found["restart_of_a_killed_process"] = figure(await killed(w), "s", floor=each_by_hand, floor_is=SCRIPT)
 
 
 async def start_by_hand(w: RunningAgent, into: list[float]) -> None:

@@ -25,7 +25,7 @@ Figures = dict[str, Figure]
 
 
 def figure(samples: Sequence[float], unit: str, *, floor: Sequence[float] = (), floor_is: str = "") -> Figure:
-    """Return the figure for these samples. If ``floor`` has samples, their median is the figure's floor."""
+    """Return the figure for ``samples``. If ``floor`` has samples, their median is the figure's floor."""
     made: Figure = {
         "unit": unit,
         "median": _rounded(statistics.median(samples)),

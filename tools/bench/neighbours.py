@@ -15,7 +15,7 @@ from tools.bench.measuring import ECHO, Figures, figure
 
 AGENTS: Final = 8
 ROOM_MB: Final = 4096.0
-"""Memory of a machine with 4 GiB, in MB. One of the figures is the number of agents that fit into it."""
+"""A machine's memory of 4 GiB, in MB. One of the figures is the number of agents that fit into it."""
 CALM_S: Final = 5.0
 IDLE_S: Final = 30.0
 
@@ -30,7 +30,8 @@ async def measure(command: str, scale: float, found: Figures) -> None:
 
 async def memory(command: str, *, jobs: int, idle: float = 0.0, found: Figures | None = None) -> list[float]:
     """Start agents with ``jobs`` jobs each, one after the other. Return the memory of each in MB while all are running.
-    If ``found`` is given, add their CPU usage over ``idle`` seconds to it.
+
+    If ``found`` is given, also measure the agents' CPU usage for ``idle`` seconds, and add the figure to ``found``.
     """
     async with AsyncExitStack() as opened:
         worlds: list[RunningAgent] = []

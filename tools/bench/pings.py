@@ -1,5 +1,5 @@
-"""Measures the response times to single pings, and the rate of many concurrent pings. The floor is
-``tools.bench.echo``.
+"""Measures the latency of single pings and the throughput of many concurrent ones. The results are compared with those
+of ``tools.bench.echo``, the smallest possible agent.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ async def _rotate(w: RunningAgent, *, bootstrap: bool) -> None:
 
 
 async def measure(times: int) -> dict[str, Any]:
-    """Rotate the credentials this many times and return the results."""
+    """Measure ``times`` rotations of the credentials under load, and return the results."""
     async with world(COMMAND) as w, bystander(w):
         await w.start_agent()
         rotated, left_alone = Seen(), Seen()

@@ -79,7 +79,7 @@ async def live(agent_id: str, own: dict[str, Any], buses: list[NatsBus]) -> None
         await bus.publish(f"hm.agent.heartbeat.{agent_id}", message)
 
     async def measure() -> None:
-        """Measure nothing, because every heartbeat has the same content."""
+        """Do nothing, because this agent sends the same vitals in every heartbeat."""
 
     beat = heartbeat.Heartbeat(measure, lambda _: BEAT, send)
     bus = NatsBus(agent_id, mbus, answer, on_connected=beat.beat_now)
@@ -90,7 +90,7 @@ async def live(agent_id: str, own: dict[str, Any], buses: list[NatsBus]) -> None
 async def crowd() -> None:
     """Run the agents whose configuration arrives on standard input.
 
-    At each tick, print the number of connected agents, and the total numbers of attempts and of bytes sent.
+    At each tick, print the number of connected agents, and totals such as connection attempts and bytes sent.
     """
     given = json.loads(sys.stdin.readline())
     buses: list[NatsBus] = []
@@ -168,7 +168,7 @@ class Crowds:
 
 @asynccontextmanager
 async def agents(server: NatsServer, count: int) -> AsyncIterator[Crowds]:
-    """Run ``count`` agents during the block. When the block starts, some of them may not be connected yet."""
+    """Run ``count`` agents during the block. When the block starts, some of them might not be connected yet."""
     crowds = Crowds()
     try:
         for begin in range(0, count, AGENTS_PER_PROCESS):
@@ -286,7 +286,7 @@ async def storm(point: Point, server: NatsServer, crowds: Crowds, away: float = 
 
 
 def steepest(series: Sequence[tuple[float, float]]) -> float:
-    """Return the largest increase of a value within one second."""
+    """Return the largest increase in a value within one second."""
     most, begin = 0.0, 0
     for at, value in series:
         while series[begin][0] < at - 1:
@@ -300,7 +300,7 @@ async def main_async(counts: Sequence[int], kept: Path | None) -> dict[str, Any]
     for count in counts:
         print(f"scale: {count} agents", file=sys.stderr, flush=True)
         points.append(asdict(await measure(count)))
-        if kept is not None:  # Save these results, because the next number of agents may be too large.
+        if kept is not None:  # Save these results, because the next run may have too many agents for this machine.
             kept.write_text(json.dumps(points))
     beat = statistics.mean([len(BEAT)])
     return {

@@ -32,23 +32,24 @@ class Budget(NamedTuple):
     def worded(self, unit: str) -> str:
         """Return the limit and the target with their unit, as ``LIMIT / TARGET``."""
         if self.of_floor:
-            return f"{digits(self.must)} / {digits(self.aim)} of the floor"
+            return f"{digits(self.must)} / {digits(self.aim)} times the floor"
         return _pair(self.must, self.aim, unit, " / ")
 
 
 BUDGETS: Final = {
     "exec_to_first_pong": Budget(0.25, 0.15),
     "exec_to_first_pong_as_root": Budget(3, 2.5, of_floor=True),
-    "pss_with_5_processes_scraped": Budget(26, 24),  # 1.2 and 1.1 times what the Go agent and monit use
+    # The Go agent and monit together use about 22 MB. The limit is 1.2 times and the target 1.1 times that.
+    "pss_with_5_processes_scraped": Budget(26, 24),
     "pss_after_apply_and_fetch_logs": Budget(36, 30),
     "ping": Budget(1.2, 1.1, of_floor=True),
     "pipelined_pings_per_second": Budget(0.7, 0.8, more_is_better=True, of_floor=True),
     "get_state_full": Budget(0.004, 0.0015),
     "apply_6_packages_of_20_MB": Budget(1.0, 0.5),
-    "apply_1_small_packages": Budget(0.06, 0.03),
+    "apply_1_small_package": Budget(0.06, 0.03),
     "start_answered": Budget(0.01, 0.01),
     "start_until_5_running": Budget(0.3, 0.05),
-    "killed_until_its_successor_runs": Budget(0.1, 0.01),
+    "restart_of_a_killed_process": Budget(0.1, 0.01),
     "200_processes_killed_first_back": Budget(0.1, 0.1),
     "200_processes_killed_last_back": Budget(2.0, 0.6),
     "stop_of_5": Budget(0.5, 0.2),
@@ -64,12 +65,12 @@ BUDGETS: Final = {
 
 
 TABLES: Final = {
-    "step of a deploy": {"time": r"deploy_step_(.+)", "result queries": r"deploy_queries_of_(.+)"},
+    "step of a deploy": {"time": r"deploy_step_(.+)", "`get_task` requests": r"deploy_queries_of_(.+)"},
     "number of processes": {
         "started": r"(\d+)_processes_started",
         "CPU time when idle": r"(\d+)_processes_idle_cpu",
         "memory added": r"(\d+)_processes_memory_added",
-        "slowest ping in the meantime": r"(\d+)_processes_slowest_ping",
+        "slowest ping": r"(\d+)_processes_slowest_ping",
     },
 }
 """The small tables, keyed by the heading of their first column. Each table maps the labels of its rows to patterns.
@@ -82,7 +83,7 @@ Figures with a budget are also rows of the large table.
 
 IN_SHORT: Final = {
     "start until 5 running": "start five jobs, until all are running",
-    "killed until its successor runs": "restart a killed process",
+    "restart of a killed process": "restart a killed process",
     "stop of 5": "stop five jobs",
     "apply 6 packages of 20 MB": "`apply` with six 20 MB packages",
     "deploy of one instance as the director polls": "deploy one instance, including polling",
@@ -144,7 +145,9 @@ def in_short(page: str) -> str:
 
 
 def render(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
-    """Return the marked part in docs/performance.md: conditions, tables, floors, and reasons for missing figures."""
+    """Return the text between the ``figures`` markers in docs/performance.md: conditions, tables, floors, and the
+    reasons for missing figures.
+    """
     floors = _Floors()
     columns = ["figure", "median (range)", "floor", "limit / target"]
     columns += [f"{other['agent']} (times ours)" for other in others]
@@ -161,7 +164,7 @@ def render(document: dict[str, Any], others: list[dict[str, Any]]) -> str:
     for one in (document, *others):
         for part, why in one["missing"].items():
             error = why.replace("|", "/").replace("`", "'")
-            lines += [f"Some figures for {one['agent']} are missing because the `{part}` part failed: `{error}`", ""]
+            lines += [f"Some {one['agent']} figures are missing because the `{part}` part failed: `{error}`", ""]
     return "\n".join(lines)
 
 
@@ -280,6 +283,6 @@ def worded(value: float, unit: str) -> str:
 
 
 def digits(value: float, count: int = 3) -> str:
-    """Return a value rounded to this many digits, with spaces between thousands."""
+    """Return a value rounded to ``count`` significant digits, with spaces between thousands."""
     rounded = float(f"{value:.{count}g}")
     return f"{rounded:,.0f}".replace(",", " ") if abs(rounded) >= 100 else f"{rounded:g}"

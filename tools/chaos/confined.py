@@ -1,4 +1,4 @@
-"""Runs any command as root, such as a mutant of the agent, without endangering this machine.
+"""Runs a command as root, for example the tests of a mutant, without endangering this machine.
 
 ``confined.py SCRATCH COMMAND ...`` runs the command in new mount, PID, network, IPC and cgroup namespaces. It can write
 only to SCRATCH, a new ``/tmp`` and its own cgroup. ``/dev`` contains only harmless devices, and the only network is the
@@ -151,7 +151,7 @@ def _enter(scratch: Path) -> None:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     aside = Path("/mnt")
     mounts.mount_tmpfs(aside)
-    # A new tmpfs will hide some of these directories. Bind-mount those elsewhere first, to mount them again afterwards.
+    # A new tmpfs will hide some of these directories. Bind-mount those elsewhere first, so that they can be moved back.
     needed = (ROOT, Path(sys.prefix), Path(sys.base_prefix), Path.cwd())
     shown = [place for place in needed if any(map(place.is_relative_to, _FRESH))]
     for number, place in enumerate([scratch, *shown]):

@@ -109,7 +109,7 @@ def _file(data: bytes, name: str) -> Iterator[Path]:
 
 
 def _pidfile(data: bytes) -> None:
-    """Check that the pid in a pidfile is valid for the kernel, and refers to a process rather than a process group."""
+    """Check that a pidfile never yields a number that the kernel rejects as a pid or treats as a process group."""
     with _file(data, "pid") as path:
         found = process_record.read(path)
     if found is not None:
@@ -119,7 +119,7 @@ def _pidfile(data: bytes) -> None:
 
 
 def _update(data: bytes) -> None:
-    """Parse settings and the certificates in them, which is what the agent does before it uses new settings."""
+    """Parse settings and the certificates in them, as the agent does before it uses new settings."""
     update = settings.parse_update(data, origin="fuzz")
     effective = settings.Effective(settings.Settings(), update)
     for mbus in (effective.mbus, effective.asked_mbus):
@@ -156,7 +156,7 @@ def _journal(data: bytes) -> None:
 def _records(data: bytes) -> None:
     """Write DNS records to a hosts file, and check each line of it.
 
-    A line must have an address and at least one name, and never the name localhost.
+    Each line must contain an address and at least one name, but not the name localhost.
     """
 
     async def fetch() -> bytes:
@@ -297,8 +297,8 @@ def _unpacked(data: bytes) -> list[str] | ArchiveError:
 def _lines(path: Path) -> Iterator[str]:
     """Yield a line for a path and for each entry below it.
 
-    The lines of directories have no mtime, because a directory that is not a member of the archive gets the time of
-    unpacking as its mtime.
+    Lines for directories omit the mtime, because a directory that the archive does not list is created during unpacking
+    and gets the current time.
     """
     found = path.lstat()
     if path.is_symlink():

@@ -196,7 +196,7 @@ def _changes(node: ast.AST, source: Callable[[ast.expr], str]) -> Iterator[tuple
 
 
 def _skipped(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield the nodes in which a change would do no harm.
+    """Yield the nodes in which a change would not be a defect.
 
     These are annotations, docstrings, log calls, imports, and constants that are types.
     """
@@ -252,7 +252,7 @@ def measure(copy: Path, stage: Stage, workers: int) -> None:
 def reaching(stage: Stage) -> dict[str, dict[int, list[str]]]:
     """For each line of each file, return the tests that reach it.
 
-    If they exceed the stage's time limit per mutant, return only as many as fit.
+    If these tests would take longer than the stage's time limit per mutant, return only as many as fit.
     """
     durations = _durations(stage)
     found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -356,7 +356,7 @@ def _environment(copy: Path) -> dict[str, str]:
 
 
 def chosen(paths: Iterable[str]) -> list[Mutant]:
-    """Return the mutants in the given files and directories of ``agent_shim`` or ``kubernetes_cpi``."""
+    """Return the mutants in the files and directories ``paths`` of ``agent_shim`` or ``kubernetes_cpi``."""
     files: list[Path] = []
     for name in paths:
         place = ROOT / name if name.startswith(("agent_shim", "kubernetes_cpi")) else ROOT / "agent_shim" / name
@@ -393,16 +393,14 @@ def table(results: Results, wanted: Sequence[Mutant], stages: Sequence[Stage]) -
 
 
 def _counts(ones: Sequence[Mutant], results: Results, stage: Stage) -> tuple[int, int, int, int, int]:
-    """Return the number of mutants, and how many of them were noticed, survived, were not reached, or have no
-    result.
-    """
+    """Count the mutants: all of them, noticed, survived, not reached, and without a result."""
     outcomes = [results.get(one.key, {}).get(stage.name, {}).get("outcome") for one in ones]
     noticed, survived, unreached = map(outcomes.count, ("noticed", "survived", "unreached"))
     return len(ones), noticed, survived, unreached, len(ones) - noticed - survived - unreached
 
 
 def _is_noticed(results: Results, mutant: Mutant, stages: Sequence[Stage] | None = None) -> bool:
-    """Return True if one of ``stages``, or any stage if ``stages`` is None, noticed the mutant."""
+    """Return True if the mutant was noticed in one of ``stages``, or in any stage if ``stages`` is None."""
     names = None if stages is None else {stage.name for stage in stages}
     tried = results.get(mutant.key, {}).items()
     return any(row["outcome"] == "noticed" for name, row in tried if names is None or name in names)
@@ -431,9 +429,7 @@ def left(wanted: Sequence[Mutant], results: Results, stage: Stage) -> list[tuple
 def try_in_forks(
     tasks: Sequence[tuple[Mutant, list[str]]], results: Results, stage: Stage, workers: int, until: float
 ) -> None:
-    """Run a stage with ``tools.chaos.mutate_forked`` in ``workers`` processes, until the time ``until`` (seconds since
-    1970).
-    """
+    """Run a stage with ``tools.chaos.mutate_forked`` in ``workers`` processes. Stop at ``until``, a Unix timestamp."""
     running, taken = [], []
     seconds = _durations(stage)
     for number in range(workers):
@@ -475,7 +471,7 @@ def _collect(taken: Iterable[Path], results: Results, stage: Stage) -> None:
 def try_in_processes(
     tasks: Sequence[tuple[Mutant, list[str]]], results: Results, stage: Stage, copy: Path, until: float
 ) -> None:
-    """Run a stage in which each mutant gets its own run of pytest, until the time ``until`` (seconds since 1970)."""
+    """Run a stage in which each mutant gets its own pytest process. Stop at ``until``, a Unix timestamp."""
     for position, (one, tests) in enumerate(tasks, 1):
         if time.time() > until:
             return
@@ -525,8 +521,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(
     wanted: Sequence[Mutant], results: Results, stages: Sequence[Stage], workers: int, until: float, *, measured: bool
 ) -> None:
-    """Run the stages one after the other, until the time ``until`` (seconds since 1970). If ``measured`` is set, reuse
-    the coverage recorded by an earlier run, if any.
+    """Run the stages one after the other. Stop at ``until``, a Unix timestamp.
+
+    If ``measured`` is set, reuse the coverage that an earlier run recorded, if there is any.
     """
     copy = STORE / "copy"
     _make_copy(copy)
@@ -555,7 +552,7 @@ def _make_copy(copy: Path) -> None:
         if name and (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
-    # Also copy the compiled keeper: git ignores it, and tests in a read-only copy cannot compile it.
+    # Also copy the compiled keeper. git ignores it, but tests in a read-only copy cannot compile it themselves.
     hatch_build.build_keeper_of_checkout()
     shutil.copy2(ROOT / hatch_build.KEEPER, copy / hatch_build.KEEPER)
 

@@ -17,7 +17,7 @@ _seconds: Final[dict[str, float]] = {}
 
 
 def pytest_configure() -> None:
-    """Also measure the processes that tests start."""
+    """Measure coverage in the processes that tests start, too."""
     if config := os.environ.get("SHIM_MUTATE_CHILDREN"):
         os.environ["COVERAGE_PROCESS_START"] = config
 

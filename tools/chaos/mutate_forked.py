@@ -105,7 +105,9 @@ _noticing: Final[dict[str, Counter[str]]] = defaultdict(Counter)
 
 
 def _likely_first(items: list[pytest.Item], mutant: Mutant) -> list[pytest.Item]:
-    """Sort the tests: first those that noticed other mutants in the file, then those that are named after the
+    """Sort the tests so that those most likely to fail come first.
+
+    These are the tests that noticed other mutants in the file, followed by those in files that are named after the
     module.
     """
     module = Path(mutant.path).stem

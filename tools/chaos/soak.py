@@ -1,9 +1,9 @@
 """``./dev soak SECONDS``: subject an agent to faults and to all kinds of work for a given time.
 
 A Director sends requests all the time. Jobs are killed and deployed again, their logs are fetched, errands run, and
-credentials change. Malformed messages and floods of requests arrive, and the bus is cut, killed or stops answering. The
-agent is killed once, at the start. Each kind of event happens once in the first quarter of the time. Growth is measured
-from the end of that quarter.
+credentials change. Malformed messages and floods of requests arrive. The bus is killed, loses its connections, or
+swallows messages. The agent is killed once, at the start. Each kind of event happens once in the first quarter of the
+time. Growth is measured from the end of that quarter.
 
 A second process only sleeps and reads the clock. If a heartbeat is late and this process wakes up late too, the machine
 was overloaded.
@@ -175,7 +175,7 @@ class Record:
         return found
 
     def figures(self) -> dict[str, object]:
-        """Return all results for the output."""
+        """Return the results that the soak prints."""
         descriptors, threads = self.ends(lambda size: size.descriptors), self.ends(lambda size: size.threads)
         memory = self.ends(lambda size: size.memory)
         free = [took for at, took in self.pings if not any(begin - 1 < at < end + 1 for begin, end in self.outages)]
@@ -233,7 +233,10 @@ class Soak:
         }
 
     async def run(self) -> None:
-        """Run until the end. Each event happens once in the first quarter, and then at its own regular intervals."""
+        """Kill the agent, then run the planned actions until the soak ends.
+
+        Each action runs once in the first quarter, and then at its own interval.
+        """
         record = self._record
         await self._do("agent killed", self._agent_killed)
         quarter = record.settled_at - time.monotonic()
@@ -267,7 +270,8 @@ class Soak:
                 await asyncio.sleep(0.05)
             took = time.monotonic() - healed_at
             self._record.connected.append(took)
-            await self._stand.answers(back - took, patience=back)  # Under this load, one answer may take all this time.
+            # Under load, a single answer may take up to ``back`` seconds.
+            await self._stand.answers(back - took, patience=back)
             await until(lambda: len(self._record.beats) > beats, 3, "no heartbeat arrived after the reconnection")
         finally:
             self._record.outages[-1] = (begun_at, time.monotonic())
@@ -395,8 +399,10 @@ class Load(Soak):
 
 
 async def _ask(one: Stand, record: Record) -> None:
-    """Send requests as a Director does during a deploy: a ping and several get_task requests each second, and also a
-    get_state request every tenth second (under load, every second).
+    """Send requests as a Director does during a deploy.
+
+    These are a ping and several get_task requests each second, and a get_state request every tenth second. Under load,
+    get_state is sent every second, too.
     """
     number = 0
     while True:
@@ -467,7 +473,7 @@ async def soak(command: str, seconds: float, seed: int, profile: Profile = FAULT
                 watch.cancel()
             ended = await asyncio.gather(*watching, return_exceptions=True)
         record.broken += [repr(end) for end in ended if isinstance(end, Exception)]
-        if not profile.is_load:  # Under the load profile, the job that was killed last may not be running yet.
+        if not profile.is_load:  # Under the load profile, the job that was killed last might not be running yet.
             record.broken += await one.witness.broken()
         return record
 

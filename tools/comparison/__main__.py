@@ -173,8 +173,7 @@ def compare(made: plan.Plan, cycle: int, kept: Path, again: Sequence[str] = ()) 
 
 
 def prove(made: plan.Plan, cycle: int, kept: Path, at_once: int) -> int:
-    """Compare each agent that is broken on purpose with the Go agent, and return 0 if the comparison notices every
-    break.
+    """Compare each deliberately broken agent with the Go agent, and return 0 if the comparison detects every break.
 
     Up to ``at_once`` lifecycles run at the same time.
     """
@@ -212,10 +211,10 @@ def _only(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bpm(made: plan.Plan) -> dict[str, str]:
-    """Return the paths of bpm, runc and tini by name.
+    """Return the paths of bpm, runc and tini by name, or an empty dict if the job runs with the stand-in for bpm.
 
-    Returns an empty dict if BPM is not set, or if the job has privileged processes, whose capabilities the environment
-    cannot all grant.
+    The stand-in is used if BPM is not set, or if the job has privileged processes, because the environment cannot grant
+    all of their capabilities.
     """
     is_privileged = any((one.get("unsafe") or {}).get("privileged") for one in plan.processes(made.job))
     if not os.environ.get("BPM") or is_privileged:
@@ -244,7 +243,7 @@ def _keep_logs(kind: str, vcap: Path, place: Path) -> None:
 def live(kind: str, made: plan.Plan, cycle: int, place: Path, broken: breaks.Break | None = None) -> dict[str, Any]:
     """Run the lifecycle under one agent and return the recorded phases.
 
-    If ``broken`` is given, this agent is replaced with a copy that is broken in that way.
+    If ``broken`` is given, a copy of this project's agent with that defect is used.
     """
     with tempfile.TemporaryDirectory(prefix="world-") as name:
         scratch = Path(name)

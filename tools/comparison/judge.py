@@ -53,14 +53,14 @@ class Difference:
     This considers starts of the same service, or of any service if the difference is about the job.
     """
     runs_beside_stop_program: bool = False
-    """Whether a stop program may still be running in this phase under the Go agent, because monit does not wait for it.
-    This is assumed if the previous phase is a stop that this agent reported at least a second later.
+    """Whether a stop program might still be running in this phase under the Go agent (monit does not wait for it). This
+    is assumed if the previous phase is a stop that this agent reported at least a second later.
     """
     is_refused: bool = False
-    """Whether monit refused to unmonitor a service under the Go agent, because a stop was still in progress."""
+    """Whether monit, under the Go agent, refused to unmonitor a service because a stop was still in progress."""
     starts_in_turn: bool = False
-    """Whether the Director may see the services while monit is still starting them one by one, because it does not wait
-    for services outside the ``vcap`` group.
+    """Whether the Director might see the services while monit is still starting them one by one. The Director does not
+    wait for services outside the ``vcap`` group.
     """
     is_pending: bool = False
     """Whether, under both agents, the phase ``monit restart`` ended before the restart was complete."""
@@ -120,11 +120,12 @@ OF_THE_PROGRAM: Final = "Copyright|emulated by agent-shim|message$|not acted on$
 MAX_NAMES: Final = 4
 OF_BPM: Final = frozenset(("bpm", "runc", "tini"))
 BPM_USAGE_AND_ERRORS: Final = re.compile(r"\nUsage:.*(\nError:)|(?<=parse job configuration): .*", re.DOTALL)
-"""Matches bpm's usage texts, and its error messages for a configuration that cannot be parsed. docs/bpm.md allows these
-to differ.
+"""Matches bpm's usage messages, and its error messages for a configuration that cannot be parsed. docs/bpm.md allows
+these to differ.
 """
 FIGURES: Final = ("cpu", "memory usage", "swap usage", "permission", "uid", "gid", "size", "timestamp")
-"""Lines in the output of ``monit status`` whose values may differ for every job according to docs/monit-deviations.md.
+"""Lines in the output of ``monit status`` whose values are allowed to differ for every job, according to
+docs/monit-deviations.md.
 """
 UNSTEADY_STATES: Final = 4
 """A process counts as unsteady after this many state changes without a request."""
@@ -146,8 +147,8 @@ ROUGHLY: Final[list[tuple[re.Pattern[str], float, float]]] = [
     (re.compile(r"percent"), 15, 0),
     (re.compile(r"mem\.kb$"), 8192, 0.5),
 ]
-"""Patterns for the paths of values that are never exactly equal, each with an absolute and a relative difference. Two
-simultaneous runs may differ by the larger of these.
+"""Patterns for the paths of values that are never exactly equal, each with an absolute and a relative difference. The
+values in two simultaneous runs are allowed to differ by the larger of these.
 """
 
 Phases = dict[str, dict[str, Any]]
@@ -197,7 +198,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
                 and "Connection failed - restart" in one.go_alerts
                 and (one.what.endswith(" lives") or "state" in one.what or one.what.startswith("process of "))
             )
-            or (  # The last restart may not be complete until the next phase.
+            or (  # The last restart might not be complete until the next phase.
                 one.act == "port open again"
                 and one.is_restarted_by_port
                 and one.what.endswith((" lives", " is the former one"))
@@ -296,7 +297,7 @@ ALLOWED: Final[list[tuple[str, Callable[[Difference], bool]]]] = [
 def judge(made: Plan, go: dict[str, Any], shim: dict[str, Any]) -> Verdict:
     """Compare the lifecycles under both agents phase by phase.
 
-    A job that runs under neither of them is not compared, because the stand-ins are not sufficient for it.
+    A job that runs under neither agent is not compared, because its stand-ins are evidently insufficient.
     """
     verdict = Verdict(made.job, has_process=bool(made.services))
     if go["error"] or shim["error"]:
@@ -349,7 +350,7 @@ def _is_left(life: Phases) -> bool:
 
 
 def _is_shorter_stop(go: Phases, shim: Phases, name: str) -> bool:
-    """Return True if the previous phase is a stop that took over a second less under monit than under this agent."""
+    """Return True if the previous phase was a stop, and monit was over a second faster than this agent."""
     names = list(go)
     before = names[max(names.index(name) - 1, 0)] if name in names else ""
     took = [life.get(before, {}).get("seconds", 0.0) for life in (go, shim)]
@@ -376,14 +377,14 @@ def _has_failed_start(life: Phases, one: Difference) -> bool:
 def _starts_in_turn(life: Phases) -> bool:
     """Return True if several services outside the vcap group each have a process while the job is at rest.
 
-    The Director does not wait for such services, because the job's state covers only the services in that group.
+    The Director does not wait until such services have started, because the job's state covers only that group.
     """
     has_process = life.get("rest", {}).get("services", {}).values()
     return len(has_process) > 1 and all(has_process) and not life["start"]["states"]
 
 
 def _begun(life: Phases, *names: str) -> int:
-    """Return the highest number of times that any one program was started in these phases."""
+    """Return how often the most frequently started program was started in the phases ``names``."""
     seen = [program for name in names for _, event, program in life.get(name, {}).get("events", []) if event == "lives"]
     return max(Counter(seen).values(), default=0)
 
@@ -393,8 +394,8 @@ def _is_script_still_running(life: Phases) -> bool:
 
 
 def _late_phases(life: Phases) -> Iterator[str]:
-    """Yield the phases in which the agent did not answer. The start phase counts as well if a process was missing at
-    its end.
+    """Yield the phases in which the agent did not answer. Also yield the start phase if a process was still starting
+    when the phase ended.
     """
     for name, phase in life.items():
         is_starting = name == "start" and any(known[-1] == "starting" for known in phase["states"].values())
@@ -403,7 +404,7 @@ def _late_phases(life: Phases) -> Iterator[str]:
 
 
 def _outlives_a_restart(life: Phases) -> bool:
-    """Return True if ``monit restart`` started a process without signalling an old one."""
+    """Return True if ``monit restart`` started a process although no process had been signalled."""
     events = {event for _, event, _ in life.get("monit restart", {}).get("events", [])}
     return "lives" in events and not any(event.startswith("SIG") for event in events)
 
@@ -492,8 +493,9 @@ def _contexts(life: Phases) -> dict[str, list[dict[str, Any]]]:
 
 
 def _facts_of(contexts: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the value of each property in a program's contexts. Values that differ between the contexts are joined by
-    commas.
+    """Return the value of each property, such as the user or a limit, that a program inherited.
+
+    Values that differ between the program's ``contexts`` are joined by commas.
     """
     values: dict[str, set[str]] = {}
     for context in contexts:
@@ -508,16 +510,17 @@ def _facts_of(contexts: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _values(go: Phases, shim: Phases, kind: str) -> Iterator[Difference]:
-    """Yield the values that differ between the two agents. ``kind`` is ``state``, for the states at rest and after the
-    update, or ``heartbeat``, for the last heartbeats.
+    """Yield the values that differ between the two agents.
+
+    If ``kind`` is ``state``, compare the states at rest and after the update. If it is ``heartbeat``, compare the last
+    heartbeats.
     """
     for name in ("rest", "update: start") if kind == "state" else ("life",):
         seen = [_last_heartbeat(life) if name == "life" else _state(life, name) for life in (go, shim)]
         for path in sorted(set(seen[0]) & set(seen[1])):
             values = [one[path] for one in seen]
-            is_state = re.fullmatch(
-                r"job_state|number_of_processes|processes\[.*\]\.state", path
-            )  # States are compared in each phase anyway.
+            # Skip states, because they are compared in each phase.
+            is_state = re.fullmatch(r"job_state|number_of_processes|processes\[.*\]\.state", path)
             is_new = name == "update: start" and path.endswith(".mem.kb")  # A new process may still be growing.
             if not is_state and not is_new and not _are_alike(path, *values):
                 go_has, shim_has = (str(value) or "empty" for value in values)
@@ -553,7 +556,7 @@ def _number(value: Any) -> float | None:
 
 
 def _runs_beside(go: Phases, shim: Phases, name: str, what: str) -> bool:
-    """Return True if both runs used this tool in this phase or in an adjacent one.
+    """Return True if both runs used a tool in phase ``name`` or in an adjacent phase.
 
     Scripts may continue after the end of their phase. A stop program may even continue until the next start, because
     monit does not wait for it.
@@ -570,7 +573,8 @@ def _runs_beside(go: Phases, shim: Phases, name: str, what: str) -> bool:
 
 
 def _starts_in_adjacent_phase(go: Phases, shim: Phases, name: str, what: str) -> bool:
-    """Return True if both runs started this program equally often in this phase and an adjacent one taken together.
+    """Return True if both runs started a program equally often in phase ``name`` and an adjacent phase, counted
+    together.
 
     The runs then differ only in when a process reported its start. The first of the two phases must be a start phase,
     because a start program may wait before it runs the service's program. Any other pair of phases is considered only
@@ -594,7 +598,10 @@ def _starts_in_adjacent_phase(go: Phases, shim: Phases, name: str, what: str) ->
 
 
 def _shapes(life: Phases, kind: str) -> set[str]:
-    """Return the members, with their types, of all states or all heartbeats (``kind``) since the job was started."""
+    """Return the path and type of each member in the recorded documents of a kind (``state`` or ``heartbeat``).
+
+    Documents that were recorded before the job was running are ignored.
+    """
     later = [phase for name, phase in life.items() if name not in ("apply", "pre-start", "start", "post-start")]
     members = {member for phase in later for member in phase.get("shapes", {}).get(kind, "").split(", ") if member}
     return {member for member in members if not re.search(r"vitals\.disk\.persistent|: NoneType", member)}
@@ -603,7 +610,7 @@ def _shapes(life: Phases, kind: str) -> set[str]:
 def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the name and value of each item that is compared in a phase."""
     name = phase["name"].rpartition(": ")[2]
-    # Remove the reason for the failure, which only this agent adds.
+    # Only this agent adds the reason for the failure, so remove it.
     answer = re.sub(r"(Failed Jobs: [\w, -]+\.).*", r"\1", phase["value"], flags=re.DOTALL)
     yield "answer", re.sub(r"[0-9a-f-]{36}|\d+\.\d+", "…", answer)[:200]
     yield "job state", "".join(phase["job_states"][-1:])
@@ -640,9 +647,9 @@ def _facts(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _is_listed(process: str, phase: dict[str, Any]) -> bool:
-    """Return True if the state at the end of the phase lists this process.
+    """Return True if the state recorded at the end of ``phase`` lists ``process``, or if no state was recorded.
 
-    A process that is removed during the phase is listed only at the beginning.
+    A process that was removed during the phase is not in that state.
     """
     values = phase.get("values", {}).get("state")
     return values is None or any(path.startswith(f"processes[{process}]") for path in values)
@@ -685,9 +692,10 @@ def _comparable_output(command: str, said: str) -> Iterator[tuple[str, str]]:
 
 
 def _line(job: Job, one: Difference) -> str:
-    """Return the line in the release that probably causes a difference.
+    """Return the path of the script that probably causes a difference, or a line of the monit file (``PATH:LINE``).
 
-    This is a line that contains words from the difference's description.
+    A line is returned only if the phase has no script. It is usually the first line that contains a word from the
+    difference's description.
     """
     text = job.sources.get(f"jobs/{job.name}/monit", "")
     lines = text.splitlines()

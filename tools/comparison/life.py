@@ -115,7 +115,7 @@ class Phase:
     """Exit codes and outputs of commands."""
     files: list[str] = field(default_factory=list)
     shapes: dict[str, str] = field(default_factory=dict)
-    """Paths of the members of the last state and of the last heartbeat, with their types."""
+    """Paths of all members in the last state and the last heartbeat, with their types."""
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Values of the members in ``shapes``."""
     scripts: list[str] = field(default_factory=list)
@@ -136,7 +136,7 @@ class ComparedAgent:
         settle_in(self.plan["system"])
 
     def prepare(self) -> None:
-        """Create the files that a stemcell has for this agent."""
+        """Create the files that only this agent expects from a stemcell."""
 
     def configure(self, settings: dict[str, Any]) -> None:
         """Write the agent's configuration and the settings that a CPI would write."""
@@ -196,7 +196,10 @@ class GoWorld(ComparedAgent):
         )
 
     def applied(self) -> None:
-        """Set the owners that ``applier/jobs`` and ``applier/models`` would set on another platform."""
+        """Change the owner of the job's files to ``root:vcap``.
+
+        The Go agent does so too (``applier/jobs``, ``applier/models``), but not on its test platform.
+        """
         job = self.plan["job"]
         for place in (VCAP / "data/jobs", *(VCAP / f"data{above}/{job}" for above in ("/sys/run", "/sys/log", ""))):
             subprocess.run(["chown", "-R", "root:vcap", str(place)], check=False)
@@ -264,7 +267,7 @@ class Life:
         self.last: dict[str, int] = {}
         self.state: dict[str, Any] = {}
         self.has_acted = False
-        """Whether the phase's action has been completed. States that are seen before that are not recorded."""
+        """Whether the phase's action has been completed. Earlier states are not recorded."""
         self.seen = ""
 
     @property
@@ -330,7 +333,7 @@ class Life:
             note(phase.states.setdefault(process["name"], []), process["state"])
 
     async def until(self, is_so: Callable[[], bool], seconds: float) -> bool:
-        """Wait until a condition is true, but for at most this many seconds. Return whether it became true."""
+        """Wait for up to ``seconds`` seconds until ``is_so`` returns True. Return False if the time runs out."""
         give_up_at = time.monotonic() + seconds
         while not is_so():
             if time.monotonic() > give_up_at:
@@ -342,7 +345,7 @@ class Life:
         return self.seen == "running"
 
     async def settled(self, cycles: float) -> None:
-        """Wait for this number of cycles, and then until nothing about the job has changed for one and a half cycles.
+        """Wait for ``cycles`` monit cycles, and then until the job's state has not changed for one and a half cycles.
 
         The second wait takes at most ten cycles.
         """
@@ -376,10 +379,9 @@ class Life:
         phase.texts["log"] = tail(VCAP / f"sys/log/{self.plan['job']}/{name}.stderr.log")
 
     async def _ask(self, phase: Phase, commands: Sequence[str]) -> None:
-        """Record the exit codes and outputs of commands.
+        """Run ``commands``, and record their exit codes and output.
 
-        bpm commands run only if the real bpm is used. Where they need a process name, the job's first process is
-        used.
+        bpm commands are run only with the real bpm, and only for the job's first process.
         """
         named = {"job": self.plan["job"], "process": self.plan["bpm"]}
         for command in commands:
@@ -431,7 +433,8 @@ class Life:
     async def _start(self, name: str, patience: float = 0) -> Phase:
         """Start the job as a Director does.
 
-        monit starts the services one after the other, and each may need ``patience`` seconds.
+        ``patience`` is the additional time in seconds that each service may need. monit starts the services one after
+        the other.
         """
         async with self.phase(name) as phase:
             phase.value = str(await self.director.run(AGENT, "start"))
@@ -443,7 +446,9 @@ class Life:
         return phase
 
     async def _updates(self, wanted: list[str]) -> None:
-        """Run three kinds of updates: in place, with a stop and start by the operator, and with slow start programs."""
+        """Update the job. Then stop and start it as an operator would, first normally and then with slow start
+        programs.
+        """
         if "update" in wanted:
             spec = spec_of(self.plan | {"files": self.plan["second"]}, "2")
             await self.script("pre-stop", "update: ", env=NEXT)
@@ -533,7 +538,7 @@ class Life:
         """Unmonitor a service as an operator would, kill its process, and monitor it again."""
         name, path = next(iter(self.pidfiles.items()))
         async with self.phase("unmonitor") as phase:
-            for _ in range(MONIT_TRIES):  # monit refuses a second action while the first is in progress.
+            for _ in range(MONIT_TRIES):  # monit rejects a second action while the first is in progress.
                 phase.value = await asyncio.to_thread(shell, f"/var/vcap/bosh/bin/monit unmonitor {name}")
                 if phase.value.startswith("0"):
                     break
@@ -548,8 +553,8 @@ class Life:
             await self.settled(3)
 
     async def _put_back(self, before: dict[Path, int]) -> None:
-        """Write the pid of the running process into each pidfile that is still empty, so that the remaining phases can
-        find it.
+        """Write the pids in ``before`` to the pidfiles that are still empty, so that the remaining phases can find the
+        processes.
         """
         empty = [path for path in before if path.exists() and not path.read_text().strip()]
         if empty:
@@ -582,7 +587,7 @@ class Life:
 
 
 def shape(value: Any, path: str = "") -> set[str]:
-    """Return the paths of all members in a document with their types. All elements of a list have the same path."""
+    """Return the path and type of every member in a document. All elements of a list have the same path."""
     if isinstance(value, dict):
         return {one for name, member in value.items() for one in shape(member, f"{path}.{name}".lstrip("."))}
     if isinstance(value, list):
@@ -628,7 +633,7 @@ def stand_ins() -> list[str]:
 
 
 def left() -> list[str]:
-    """Return the paths of the files in the job directories, except those that belong to the agents themselves."""
+    """Return the path and mode of each file in the job directories. Files that belong to the agents are left out."""
     found = []
     for top in ("data/sys/run", "data/sys/log", "store", "data/jobs"):
         for place in (VCAP / top).rglob("*"):
@@ -769,7 +774,7 @@ async def main() -> None:
     world.settle_in()
     spec = spec_of(plan)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    # An agent may raise its own limit, but its children must get this one.
+    # An agent may raise its own limit, but its children must inherit this one.
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(FILES, hard), hard))
     world.prepare()
     director, hm = Director(poll=0.2), HealthMonitor()

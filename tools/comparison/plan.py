@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def cycles(self) -> int:
-        """Return the longest period, in cycles, over which a rule in the monit file counts failures, up to 15."""
+        """Return the longest period over which a rule in the monit file counts failures, in cycles, but at most 15."""
         return min(max([int(found) for found in _CYCLES.findall(self.job.monit)] or [1]), 15)
 
     @property
@@ -187,7 +187,7 @@ def _hook(name: str) -> str:
 
 
 def told(path: str, text: str) -> str:
-    """Return one of the job's shell scripts with an added first line that reports when it is run.
+    """Return one of the job's shell scripts with an added first line that reports each run.
 
     The text of any other file is returned unchanged.
     """
@@ -202,12 +202,12 @@ def _is_monit(path: str) -> bool:
 
 
 def _with_reachable_limits(text: str) -> str:
-    """Return a monit file in which the limits for memory and CPU usage are so low that a stand-in can reach them."""
+    """Lower the memory and CPU limits in a monit file so that a stand-in can reach them. Return the new text."""
 
     def limit(found: re.Match[str]) -> str:
         if found[2].lower() == "cpu":
-            return f"{found[1]}2%"  # Percent of all CPUs, as in monit.
-        # Use an absolute size, because even 1 %, the smallest percentage, is more than a stand-in can use on a large
+            return f"{found[1]}2%"  # As in monit, the percentage is of all CPUs.
+        # Use an absolute size, because even 1%, the smallest percentage, is more than a stand-in can use on a large
         # machine.
         return f"{found[1]}60 MB"
 
@@ -215,9 +215,9 @@ def _with_reachable_limits(text: str) -> str:
 
 
 def _without_other_jobs(path: str, text: str, known: set[str]) -> str:
-    """If a file is a monit file, remove dependencies on other jobs' services, because those are not deployed here.
+    """Remove dependencies on other jobs' services from a monit file, because the other jobs are not deployed here.
 
-    ``set daemon`` is removed as well, because monit applies it to the whole machine.
+    ``set daemon`` is removed as well, because monit applies it to the whole machine. Other files are not changed.
     """
     if not _is_monit(path):
         return text
@@ -226,7 +226,7 @@ def _without_other_jobs(path: str, text: str, known: set[str]) -> str:
 
 
 def _drop_directories(made: Plan) -> None:
-    """Remove the paths that must be directories because other paths lie below them."""
+    """Remove paths from the plan's files if other files lie below them, because these paths must be directories."""
     for files in made.files.values():
         for place in [one for one in files if any(other.startswith(f"{one}/") for other in files)]:
             del files[place]
@@ -252,8 +252,8 @@ def _base() -> frozenset[str]:
 
 
 def _within_limits(text: str) -> str:
-    """Lower those limits in a script or bpm.yml that exceed this machine's hard limits, because hard limits cannot be
-    raised without CAP_SYS_RESOURCE.
+    """Lower the limits in a script or bpm.yml to this machine's hard limits, because raising a hard limit requires
+    CAP_SYS_RESOURCE.
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     text = re.sub(r"(ulimit\s+-[SH]?n\s+)(\d+)", lambda found: f"{found[1]}{min(int(found[2]), hard)}", text)
@@ -262,9 +262,7 @@ def _within_limits(text: str) -> str:
 
 
 def _within_capabilities(text: str) -> str:
-    """Remove from a bpm.yml the capabilities that this machine cannot grant. With them, runc would not start the
-    process.
-    """
+    """Remove capabilities that this machine cannot grant from a bpm.yml. runc would not start the process with them."""
     document = yaml.safe_load(text)
     bounds = re.search(r"CapBnd:\s*(\w+)", Path("/proc/self/status").read_text())
     held = int(bounds[1], 16) if bounds else 0
@@ -277,9 +275,9 @@ def _within_capabilities(text: str) -> str:
 def learn(made: Plan, said: str, called: Sequence[str]) -> bool:
     """Change the plan after a run in which the job did not stay up. Return False if there is nothing else to try.
 
-    Everything that the scripts did not find, according to their logs (``said``), gets a stand-in. ``called`` are the
-    stand-ins that start programs ran as tools. The last of them must keep running in the next run. If neither step
-    changes the plan, scripts continue after errors from then on.
+    Add stand-ins for programs and files that the scripts did not find, according to their logs (``said``). ``called``
+    are the stand-ins that start programs ran as tools; the last one must keep running in the next run. If neither step
+    changes the plan, let all scripts continue after errors.
     """
     found = learn_paths(made, said)
     new = [name for name in called if name not in (*made.lives, *NEVER_LIVE)][-1:]
@@ -383,7 +381,9 @@ def _substituted(text: str, values: dict[str, str]) -> str:
 
 
 def _add_sourced_files(checkout: Checkout, texts: Iterable[str], made: Plan) -> None:
-    """Add the files that scripts source, copied from the release if it contains a file with that name."""
+    """Add the files that scripts source. A file is copied from the release if the release has one with that name.
+    Otherwise, it is a stand-in.
+    """
     names = checkout.names()
     for text in texts:
         for path in _SOURCED.findall(text):

@@ -22,7 +22,9 @@ LINK_MODE: Final = "120000"
 
 @dataclass(frozen=True)
 class Job:
-    """A rendered job. ``files`` maps paths in the job's directory to texts. If rendering failed, ``error`` says why."""
+    """A rendered job. ``files`` maps paths in the job's directory to their contents. If rendering failed, ``error``
+    says why.
+    """
 
     release: str
     name: str

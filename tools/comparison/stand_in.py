@@ -4,8 +4,8 @@ return 0 2>/dev/null
 """
 
 # This program replaces every program in a package. Depending on how it was started, it keeps running, forks and writes
-# its pidfile, or exits immediately like a tool. It reads plan.json, which tools/comparison/plan.py writes. The text
-# above is valid for shells as well, so that a script can source this file without effect.
+# its pidfile, or exits immediately like a tool. It reads plan.json, which tools/comparison/plan.py writes. The lines
+# above are also valid shell code, so that nothing happens if a script sources this file.
 import json
 import os
 import re
@@ -53,7 +53,10 @@ def context() -> dict[str, Any]:
 
 
 def tell() -> None:
-    """Report the script whose path and arguments were passed to this program, and delay it if it should be slow."""
+    """Report that a script was run, and delay the script if the ``slow`` file lists it.
+
+    The script's path and arguments are this program's arguments.
+    """
     say("script", " ".join(sys.argv[1:]))
     try:
         with open(HOME + "/slow") as file:
@@ -85,7 +88,7 @@ def pids_in(path: str) -> set[int]:
 
 
 def named_pidfile() -> str:
-    """Return the pidfile that is mentioned in the arguments or in a file that they name, or "" if there is none."""
+    """Return the first pidfile mentioned in the arguments or in a file that they name, or "" if there is none."""
     texts = list(sys.argv[1:])
     for word in sys.argv[1:]:
         path = word.rpartition("=")[2]
@@ -161,7 +164,7 @@ def servers() -> list[int]:
 
 
 def answer() -> None:
-    """Print the output that start programs expect from certain tools."""
+    """Print the output that start programs expect from a tool with this program's name and arguments."""
     words = " ".join(sys.argv[1:])
     if os.path.basename(sys.argv[0]) == "yq":
         with open(sys.argv[-1]) as file:
@@ -188,7 +191,7 @@ def looked_up(words: str, text: str) -> str:
 
 
 class Ports:
-    """A service's listening sockets. They are closed as long as the ``closed`` file exists."""
+    """A service's listening sockets. They are closed while the ``closed`` file exists."""
 
     def __init__(self, wanted: list[Any]) -> None:
         self.wanted = wanted

@@ -1,4 +1,4 @@
-"""Stand-ins for stemcell programs that this machine lacks, or that would change this machine.
+"""Stand-ins for stemcell programs that are not installed on this machine, or that would change this machine.
 
 They are mounted over ``/usr`` in each agent's environment.
 """

@@ -83,7 +83,9 @@ def release(version: str, out: Path) -> Path:
 def write(
     out: Path, name: str, version: str, jobs: Mapping[str, Iterable[Member]], make_package: Callable[[Path], None]
 ) -> Path:
-    """Build a release with these jobs and one package, named after the first job. Return the tarball's path."""
+    """Build a release that contains ``jobs`` and one package, which has the name of the first job. Return the tarball's
+    path.
+    """
     job = next(iter(jobs))
     with tempfile.TemporaryDirectory() as scratch:
         content = Path(scratch)
@@ -165,7 +167,7 @@ def package_tree(target: Path, name: str, lock: str, program: str) -> None:
     if sysconfig.get_config_var("Py_ENABLE_SHARED") and shared.exists():
         shutil.copy(shared, python / "lib")
         _set_library_path(python / "bin", shared.parent)
-    # Install the libraries next to the standard library, because every Python build searches that directory, even if
+    # Install the libraries alongside the standard library, because every Python build searches that directory, even if
     # the build has been moved.
     library = python / "lib" / Path(sysconfig.get_path("stdlib")).name
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
@@ -202,7 +204,7 @@ def _set_library_path(programs: Path, where: Path) -> None:
 
 
 def tree(top: Path) -> Iterator[tuple[str, bytes | str, int]]:
-    """Yield name, content and mode of each file below a directory, sorted by name. For a link, the content is its
+    """Yield the name, content and mode of each file below a directory, sorted by name. For a link, the content is its
     target as a string.
     """
     for path in sorted(top.rglob("*")):

@@ -184,7 +184,7 @@ def main() -> int:
 
 
 def make(release: Release, parts: list[str]) -> int:
-    """Build these parts of a release and their checksums, and print the sizes. Return the exit code."""
+    """Build ``parts`` of a release and their checksums, and print the sizes. Return the exit code."""
     if {"images", "stemcells"} & set(parts) and shutil.which("podman") is None:
         print("release: cannot make images: podman is not installed; apt-get install podman", file=sys.stderr)
         return 69

@@ -1,4 +1,4 @@
-"""A release's texts: notes, checksums and sizes. These functions write no files."""
+"""Formats a release's notes, checksums and sizes as text. These functions write no files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def sizes(directory: Path) -> str:
 def differing(before: str, after: str) -> Mapping[str, str]:
     """Return how files differ between two lists of checksums.
 
-    Maps each name to "content", "only before" or "only after".
+    The result maps each name to "content", "only before" or "only after".
     """
     old, new = _by_name(before), _by_name(after)
     changed = {name: "content" for name in old.keys() & new.keys() if old[name] != new[name]}

@@ -56,7 +56,7 @@ docs/try-kubernetes.md tells more. `./dev try-kubernetes --remove` takes everyth
 
 @dataclass
 class Trial:
-    """The trial's steps. Each can be repeated and keeps what an earlier run has created."""
+    """The trial's steps. Each can be repeated and keeps what an earlier run created."""
 
     runner: Runner
     node: nodes.Node
@@ -145,7 +145,7 @@ class Trial:
         runtime = yaml.safe_load(said)
         runtime.pop("variables", None)
         for job in (job for addon in runtime["addons"] for job in addon["jobs"]):
-            # Pods have no systemd-resolved, and some kernels lack the dummy device, so do without both.
+            # Pods have no systemd-resolved, and some kernels do not have the dummy device, so do without both.
             job["properties"] |= {"configure_systemd_resolved": False, "override_nameserver": True}
         self.runner.bosh("update-runtime-config", "--name=dns", self._written("dns.yml", runtime))
 
@@ -191,7 +191,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command given by the arguments and return the exit code."""
+    """Run the command that ``arguments`` describe, and return the exit code."""
     options = parsed(arguments)
     os.chdir(ROOT)
     state = options.state.resolve()

@@ -54,7 +54,7 @@ def require(*programs: str) -> None:
 
 
 def chosen(runner: Runner, wanted: str | None) -> Node:
-    """Return the node that was requested, or else the one that an earlier run has started.
+    """Return the requested node, or else the one that an earlier run started.
 
     If there is neither, return a kind node if kind is installed, and otherwise the ``./dev test-kubernetes`` node.
     """
@@ -87,7 +87,8 @@ class KindNode:
         self._runner(self._engine, "save", f"--output={archive}", IMAGE)
         self._runner("kind", "load", "image-archive", archive, f"--name={NAME}")
         Path(archive).unlink(missing_ok=True)
-        # The kubelet cannot pull this image from a registry, so give it the name that the stemcell uses.
+        # The image is in no registry. Give it the name by which the stemcell refers to it, so that the kubelet finds it
+        # on the node.
         self._images("tag", "--force", IMAGE, f"localhost/agent-shim@{self.digest()}")
 
     def enter(self) -> None:
