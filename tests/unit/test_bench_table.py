@@ -41,7 +41,7 @@ def test_benchmark_figure_has_three_digits_and_a_suitable_unit(value: float, uni
 
 def test_benchmark_row_has_spread_floor_ratio_and_budget() -> None:
     text = table.render(OURS, [])
-    assert "| ping | 310 µs (300 µs to 2 ms) | 200 µs (1) ×1.55 | 1.2 / 1.1 of the floor, **limit missed** |" in text
+    assert "| ping | 310 µs (300 µs to 2 ms) | 200 µs (1) ×1.55 | 1.2 / 1.1 times the floor, **limit missed** |" in text
     assert "Floors: (1) an echo." in text
 
 
@@ -89,8 +89,8 @@ def test_benchmark_deploy_steps_have_a_row_for_each_agent() -> None:
     counts = {f"deploy_queries_of_{step}": figure([n], "queries") for step, n in (("stop", 1.0), ("pre-start", 2.0))}
     text = table.render(document("ours", counts), [document("theirs", counts)])
 
-    assert "| step of a deploy | stop | pre-start |\n|---|---|---|\n| result queries, ours | 1 | 2 |\n" in text
-    assert "| result queries, theirs | 1 | 2 |" in text
+    assert "| step of a deploy | stop | pre-start |\n|---|---|---|\n| `get_task` requests, ours | 1 | 2 |\n" in text
+    assert "| `get_task` requests, theirs | 1 | 2 |" in text
     assert "| deploy queries" not in text
 
 
@@ -110,10 +110,10 @@ def test_benchmark_table_mentions_runs_on_another_machine() -> None:
 
 
 def test_benchmark_table_gives_the_reason_for_a_missing_figure() -> None:
-    theirs = document("theirs", {}, missing={"boots": "HostError: it has ended"})
+    theirs = document("theirs", {}, missing={"boots": "HostError: it has exited"})
     text = table.render(OURS, [theirs])
     assert "**limit missed** | not measured |" in text
-    assert "Some figures for theirs are missing because the `boots` part failed: `HostError: it has ended`" in text
+    assert "Some theirs figures are missing because the `boots` part failed: `HostError: it has exited`" in text
 
 
 def test_benchmark_table_lists_the_boot_steps_that_ran_as_root() -> None:
@@ -122,7 +122,7 @@ def test_benchmark_table_lists_the_boot_steps_that_ran_as_root() -> None:
     }
     text = table.render(document("ours", {"exec_to_first_pong_as_root": boot}), [])
 
-    assert "| 291 ms (267 to 347 ms) | 100 ms (1) ×2.91 | 3 / 2.5 of the floor, **target missed** |" in text
+    assert "| 291 ms (267 to 347 ms) | 100 ms (1) ×2.91 | 3 / 2.5 times the floor, **target missed** |" in text
     assert "*exec to first pong as root* that took a millisecond or more: own names 2.5 ms, ssh server 7.3 ms." in text
 
 

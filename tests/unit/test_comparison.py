@@ -128,7 +128,7 @@ def test_comparison_drops_bpm_privileges_that_the_machine_lacks(tmp_path: Path) 
 
 
 def phase(name: str, **members: Any) -> dict[str, Any]:
-    """Return a phase of a run in which the job is running."""
+    """Return the record of a phase in which the ``web`` service is running."""
     empty = {"value": "", "running_after": 1.0, "job_states": ["running"], "states": {"web": ["running"]}, "events": []}
     rest = {"alerts": [], "heartbeats": [], "services": {"web": True}, "same": {"web": True}, "texts": {}, "files": []}
     return {"name": name, **empty, **rest, **members}
@@ -170,7 +170,9 @@ def test_missing_monit_alert_for_a_dependent_with_an_empty_pidfile_is_a_known_de
 def test_comparison_accepts_a_process_that_reports_its_start_in_the_next_phase(
     tmp_path: Path, begun: int, kind: str
 ) -> None:
-    """On a busy machine, coredns in paas-observability-release does this. A second process counts as a difference."""
+    """For example, coredns in paas-observability-release reports its start late on a busy machine. A second process
+    counts as a difference.
+    """
     lives = [1.0, "lives", "server"]
     worlds = [
         {"error": "", "phases": [phase("start"), phase("start after stop", events=first), phase("drain", events=then)]}
@@ -307,7 +309,7 @@ CONTEXT = {
         ({"directory": "/tmp"}, "ctl start script: directory"),
     ],
 )
-def test_comparison_reports_differences_in_programs_environment_and_limits(
+def test_comparison_reports_differences_in_how_a_program_is_run(
     tmp_path: Path, changed: dict[str, Any], what: str
 ) -> None:
     go = phase("start", contexts={"ctl start script": [CONTEXT]})
@@ -437,8 +439,8 @@ def test_each_defect_injected_into_the_comparison_applies_and_compiles(tmp_path:
 
 
 def test_comparison_accepts_any_final_state_of_a_restart_loop(tmp_path: Path) -> None:
-    """For example, a rule keeps restarting redis in rackapp-boshrelease. If a process is down but the rule has caused
-    no alert, this counts as a difference.
+    """For example, a rule keeps restarting redis in rackapp-boshrelease. A process that is down counts as a difference
+    if the rule has caused no alert.
     """
     restarted = {"alerts": ["web - Connection failed - restart"]}
     dead, alive = phase("port closed", services={"web": False}), phase("port closed", **restarted)
@@ -577,7 +579,7 @@ def test_comparison_ignores_numbers_in_monit_output(tmp_path: Path) -> None:
     }
 
 
-def test_comparison_counts_each_releases_jobs(tmp_path: Path) -> None:
+def test_comparison_counts_jobs_per_release(tmp_path: Path) -> None:
     assert "web-release 1." in judge.counts([judged(tmp_path, phase("rest"), phase("rest"))])
 
 
@@ -588,7 +590,7 @@ def test_comparison_reports_a_job_that_runs_under_only_one_agent(tmp_path: Path)
     assert verdict.kind == "difference"
 
 
-def test_each_allowed_difference_is_on_the_comparison_page() -> None:
+def test_each_allowed_difference_is_listed_in_monit_deviations_md() -> None:
     rows = re.findall(r"^\| ([^|]+) \|", PAGE.read_text(), re.MULTILINE)
 
     for title, _ in judge.ALLOWED:

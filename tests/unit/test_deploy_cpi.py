@@ -119,7 +119,7 @@ def test_namespace_policies_exclude_vms_with_their_own_policy() -> None:
         assert condition == {"key": OWN_RULES[direction.lower()], "operator": "DoesNotExist"}
 
 
-def test_cpi_role_cannot_list_secrets() -> None:
+def test_cpi_role_has_no_wildcards_and_cannot_list_secrets_or_execute_in_pods() -> None:
     role = next(yaml.safe_load_all(Path(ROOT / "deploy/cpi/base/role.yaml").read_text()))
     verbs = {(resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
     assert {verb for resource, verb in verbs if resource == "secrets"} == {"create", "delete", "get"}
@@ -127,7 +127,7 @@ def test_cpi_role_cannot_list_secrets() -> None:
 
 
 def test_admission_policy_accepts_exactly_the_objects_that_the_cpi_creates() -> None:
-    """The texts in the policy must match the CPI's code, because any other helper pod is rejected."""
+    """The policy rejects all other helper pods, so the values in it must match those in the CPI's code."""
     text = " ".join((ROOT / "deploy/cpi/admission/policy.yaml").read_text().split())
     kinds = list(attachments.KINDS)
     account = yaml.safe_load_all((ROOT / "deploy/cpi/base/account.yaml").read_text())
@@ -145,7 +145,7 @@ def test_documented_property_tables_match_the_types() -> None:
     _, mark, found = (ROOT / "docs/cpi.md").read_text().partition("<!-- tables -->\n\n")
 
     assert mark
-    assert found == reference.tables()
+    assert found == reference.sections()
 
 
 def test_each_az_refers_to_an_entry_in_the_cpi_config() -> None:

@@ -15,7 +15,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
-def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def version_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the path of the module that contains the version, in a directory that is not a git repository."""
     source = tmp_path / "__init__.py"
     source.write_text('__version__ = "0.3.0.dev0"\n__revision__ = ""\n')
@@ -35,16 +35,16 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_version_of_a_build_between_releases_contains_the_commit(
-    written: Path, monkeypatch: pytest.MonkeyPatch, number: str, commit: str, named: str, semantic: str
+    version_module: Path, monkeypatch: pytest.MonkeyPatch, number: str, commit: str, named: str, semantic: str
 ) -> None:
-    written.write_text(f'__version__ = "{number}"\n__revision__ = ""\n')
+    version_module.write_text(f'__version__ = "{number}"\n__revision__ = ""\n')
     monkeypatch.setenv("AGENT_SHIM_REVISION", commit)
 
     assert (hatch_build.version(), hatch_build.semantic_version()) == (named, semantic)
 
 
-def test_source_distribution_contains_its_commit(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written.write_text(f'__version__ = "0.3.0.dev0+g012345678"\n__revision__ = "{COMMIT}"\n')
+def test_source_distribution_contains_its_commit(version_module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version_module.write_text(f'__version__ = "0.3.0.dev0+g012345678"\n__revision__ = "{COMMIT}"\n')
     monkeypatch.setenv("AGENT_SHIM_REVISION", "f" * 40)
 
     assert (hatch_build.version(), hatch_build.revision()) == ("0.3.0.dev0+g012345678", COMMIT)

@@ -53,7 +53,7 @@ def script() -> Any:
     return found
 
 
-def test_compiled_modules_lose_docstrings_and_keep_assertions(tmp_path: Path) -> None:
+def test_compiled_modules_lose_docstrings_and_annotations_but_keep_assertions(tmp_path: Path) -> None:
     source = tmp_path / "module.py"
     source.write_text(MODULE)
 
@@ -76,7 +76,7 @@ def test_compiled_modules_lose_docstrings_and_keep_assertions(tmp_path: Path) ->
     assert names["half"].__code__.co_firstlineno == MODULE.splitlines().index("def half(number: int) -> int:") + 1
 
 
-def test_module_that_does_not_compile_is_reported_and_the_rest_compiled(
+def test_module_that_does_not_compile_is_reported_and_the_rest_is_compiled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad.py").write_text("def (")

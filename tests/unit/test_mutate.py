@@ -58,7 +58,7 @@ def test_mutated_module_is_valid_python(path: str) -> None:
     found = list(mutants(path, text))
 
     assert len(found) > 50
-    for one in found[::10]:  # Try only a sample, because each mutant is parsed as a whole module.
+    for one in found[::10]:  # Try only a sample, because checking a mutant means parsing the whole module.
         changed = one.applied(text)
         assert changed != text
         ast.parse(changed)
@@ -113,7 +113,7 @@ def test_mutant_with_only_slow_tests_is_not_tried(monkeypatch: pytest.MonkeyPatc
     assert [row[unit.name]["outcome"] for row in results.values()] == ["not tried"]
 
 
-def test_mutation_stage_runs_the_modules_own_tests_first_and_keeps_its_time_limit(
+def test_mutation_stage_runs_tests_of_the_same_module_first_within_the_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = mutate.Stage("some", (), 3.0)

@@ -45,7 +45,7 @@ def expressions() -> Iterator[str]:
 @pytest.mark.parametrize("expression", sorted(set(expressions())))
 def test_rules_and_dashboard_use_existing_metrics_and_labels(expression: str) -> None:
     known = families()
-    # Remove the names of recorded rules, which contain colons and are not the agent's metrics.
+    # Remove the names of recorded series, which contain colons and are not the agent's metrics.
     plain = re.sub(r"\w+:\w+:\w+", "", expression)
 
     for selector in _NAME.findall(plain):
@@ -80,7 +80,7 @@ def test_every_alert_has_a_test_a_severity_and_a_description() -> None:
         assert set(alert["annotations"]) == {"summary", "description", "runbook_url", "bosh_instance"}
 
 
-def test_dashboard_panels_have_titles_and_do_not_overlap() -> None:
+def test_dashboard_panels_have_titles_and_descriptions_and_do_not_overlap() -> None:
     board = json.loads((DEPLOY / "grafana/agent-shim.json").read_text())
     cells: dict[tuple[int, int], str] = {}
     for panel in board["panels"]:
@@ -106,7 +106,7 @@ def test_dashboard_can_be_limited_to_a_deployment() -> None:
 
 
 @pytest.mark.parametrize("name", ["podmonitor", "servicemonitor"])
-def test_pod_monitors_select_only_this_agents_ports(name: str) -> None:
+def test_prometheus_monitors_select_only_ports_of_this_agent(name: str) -> None:
     """Selectors need labels that the manifests or the CPI set, because any pod may have a port named ``agent``."""
     pod = yaml.safe_load((DEPLOY / "kubernetes/base/statefulset.yaml").read_text())["spec"]["template"]
     service = yaml.safe_load((DEPLOY / "kubernetes/base/service.yaml").read_text())

@@ -22,7 +22,7 @@ def test_release_with_unreleased_changes_is_rejected() -> None:
         texts.notes(CHANGELOG, "0.2.0")
 
 
-def test_release_notes_are_the_releases_changelog_section() -> None:
+def test_release_notes_are_taken_from_the_changelog_section_of_the_release() -> None:
     text = CHANGELOG.replace("## Unreleased\n\n- new\n\n", "")
 
     assert texts.notes(text, "0.2.0") == "# agent_shim 0.2.0\n\nFirst.\n\n### Agent\n\n- a\n"
@@ -33,7 +33,7 @@ def test_version_without_release_notes_is_rejected() -> None:
         texts.notes("# Changelog\n\n## 0.2.0\n\n- a\n", "9.9.9")
 
 
-def test_this_projects_changelog_has_release_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changelog_has_notes_for_the_current_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENT_SHIM_REVISION", "0" * 40)
     assert "\n- " in texts.notes((ROOT / "CHANGELOG.md").read_text(), semantic_version())
 

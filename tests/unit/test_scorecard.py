@@ -35,13 +35,15 @@ def row(played: str, verdict: str = "held") -> Row:
         (f"{SCALED}; in full on 2026-11-01", f"{LATER}; {FULL}", f"{LATER}; {FULL}", f"{LATER}; {FULL}"),
     ],
 )
-def test_scorecard_keeps_the_date_of_a_cases_last_full_run(before: str, now: str, played: str, figures: str) -> None:
+def test_scorecard_keeps_the_date_on_which_a_case_last_ran_in_full(
+    before: str, now: str, played: str, figures: str
+) -> None:
     one = row(now).beside(row(before))
 
     assert (one.played, one.figures) == (played, f"figures of {figures}")
 
 
-def test_scorecard_removes_a_failed_cases_date(tmp_path: Path) -> None:
+def test_scorecard_removes_the_date_of_a_failed_case(tmp_path: Path) -> None:
     document = tmp_path / "rows.md"
     for one in (row(f"{SCALED}; {FULL}"), row(LATER, "not held"), row(SCALED)):
         write(document, [one])
@@ -110,8 +112,10 @@ def report(outcome: str, why: str = "") -> Any:
     return SimpleNamespace(passed=outcome == "passed", skipped=outcome == "skipped", user_properties=[("why", why)])
 
 
-def test_failed_scorecard_row_names_only_the_broken_invariant() -> None:
-    """Other figures are left out, because they could happen to contain the text by which a saboteur is recognized."""
+def test_scorecard_row_shows_the_broken_invariant_the_skip_reason_or_the_figures() -> None:
+    """If the case failed, the figures are left out, because they could happen to contain the text by which a saboteur
+    is recognized.
+    """
     case, figures, omitted = Case("C-01", "kills", "20 of 100"), ["0 jobs restarted"], {"I2": "all are killed"}
 
     broken = row_of(
@@ -128,7 +132,7 @@ def test_failed_scorecard_row_names_only_the_broken_invariant() -> None:
     assert row_of(case, [report("passed")], figures, {}, is_full=True).figures == "0 jobs restarted"
 
 
-def test_total_wait_includes_only_the_slowest_thread_of_each_process() -> None:
+def test_total_cpu_wait_includes_only_the_slowest_thread_of_each_process() -> None:
     before = {"1": {"1": 5.0, "2": 1.0}, "2": {"2": 7.0}, "3": {}}
     after = {"1": {"1": 5.5, "2": 1.2}, "2": {"2": 7.0, "9": 0.25}, "3": {}}
 

@@ -90,8 +90,8 @@ async def test_poll_returns_running_after_its_timeout_or_when_polls_are_released
         assert (await long.poll(task.id)).state == "running"
 
 
-async def test_excess_task_polls_are_answered_immediately(tmp_path: Path) -> None:
-    """Thousands of held polls would use too much memory, so only a limited number is held."""
+async def test_number_of_held_task_polls_is_limited(tmp_path: Path) -> None:
+    """Further polls are answered immediately, because thousands of held polls would use too much memory."""
     lane = Tasks(tmp_path / "tasks.json", hold=3600)
     task = lane.submit("m", asyncio.Event().wait)
     polls = [asyncio.ensure_future(lane.poll(task.id)) for _ in range(MAX_HELD + 20)]
@@ -127,7 +127,7 @@ async def test_task_arguments_are_released_when_the_task_finishes(tasks: Tasks) 
     assert gone() is None
 
 
-async def test_task_whose_result_cannot_be_encoded_fails(tasks: Tasks) -> None:
+async def test_task_whose_result_or_error_cannot_be_encoded_fails(tasks: Tasks) -> None:
     async def odd() -> object:
         return object()
 
@@ -208,7 +208,7 @@ async def test_persistent_task_resumes_under_its_id_after_a_restart(tmp_path: Pa
 
 @pytest.mark.attack("a request contains certificates or keys that the agent cannot use")
 async def test_task_that_repeatedly_kills_its_agent_fails(tmp_path: Path) -> None:
-    """A task fails once two agents have exited while running it: the one that accepted it and its successor."""
+    """A task fails after the agent that accepted it and the next agent have both exited while running it."""
     journal = tmp_path / "tasks.json"
     begun: list[bytes] = []
 
@@ -241,7 +241,7 @@ async def test_task_that_repeatedly_kills_its_agent_fails(tmp_path: Path) -> Non
 
 
 async def test_task_journal_writes_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a slow write overwrote a later one, the journal could lack a task id that the Director already knows."""
+    """If a slow write overwrote a later one, the journal might not contain a task id that the Director knows."""
     journal = tmp_path / "tasks.json"
     write, is_slow = files.write_atomic, threading.Event()
     calls = iter(range(100))

@@ -163,7 +163,7 @@ def test_oversized_compressed_archive_is_abandoned_early(tmp_path: Path, monkeyp
         unpack(packed, tmp_path / "o")
 
 
-def test_error_names_a_missing_decompression_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpacking_error_names_a_missing_decompression_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compression, "ENVIRONMENT", {"PATH": str(tmp_path)})
     with pytest.raises(ArchiveError, match="it is compressed, and there is no program zstd"):
         unpack(b"\x28\xb5\x2f\xfd" + bytes(1000), tmp_path / "o")
@@ -192,7 +192,7 @@ def test_unpacked_tree_matches_gnu_tar(tmp_path: Path, kind: str, compress: str)
 
 
 @pytest.mark.parametrize("prefix", ["", "./"])
-def test_only_the_jobs_subtree_is_unpacked(tmp_path: Path, prefix: str) -> None:
+def test_only_the_requested_subtree_of_an_archive_is_unpacked(tmp_path: Path, prefix: str) -> None:
     """Member names begin with ``./`` if the Director has packed the archive for the blobstore, but not if it sends the
     archive over the bus.
     """
@@ -397,13 +397,13 @@ def test_damaged_gzip_trailer_is_detected(tmp_path: Path, kind: str, padding: in
         unpack(bytes(packed), tmp_path / "o")
 
     assert not (tmp_path / "o").exists()
-    if not padding:  # With padding, tar stops before the end of the data.
+    if not padding:  # With padding, tar stops before it reaches the damage.
         assert subprocess.run(["tar", "-xzf", source, "-C", tmp_path / "by-tar"], check=False).returncode
 
 
 @pytest.mark.attack("a blobstore delivers an archive that writes outside its directory")
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_archive_is_rejected_and_leaves_nothing(
+def test_hostile_archive_is_rejected_and_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(archive, "MAX_BYTES", 70_000)
@@ -435,7 +435,7 @@ def test_hard_link_in_a_job_archive_stays_within_the_job(tmp_path: Path) -> None
         unpack(packed, tmp_path / "o", subtree="web")
 
 
-def test_unpacking_sets_a_directorys_mode_after_filling_it() -> None:
+def test_unpacking_sets_directory_modes_after_creating_the_files() -> None:
     """If a read-only directory got its mode first, an ordinary user could not create the files in it."""
     packed = directory("a", 0o000) + directory("a/b", 0o500) + member("a/b/c") + link("a/b/d", "c") + END
     with tempfile.TemporaryDirectory() as scratch:
@@ -449,7 +449,7 @@ def test_unpacking_sets_a_directorys_mode_after_filling_it() -> None:
     assert modes == {"o": 0o755, "a": 0o700, "b": 0o500, "c": 0o644, "d": 0o644}
 
 
-def test_long_archive_name_is_truncated_in_the_error() -> None:
+def test_long_member_name_is_truncated_in_the_archive_error() -> None:
     with pytest.raises(ArchiveError) as caught:
         unpack(pax(record("path", "../" + "x" * 5000)) + member("a"), Path("o"))
 

@@ -170,7 +170,7 @@ def test_full_disk_stops_packing(large: Path) -> None:
 
 
 @pytest.mark.parametrize("compressed", [True, False])
-def test_packing_returns_the_archives_digests(large: Path, compressed: bool) -> None:
+def test_packing_returns_the_digests_of_the_archive(large: Path, compressed: bool) -> None:
     out = io.BytesIO()
 
     digests = packing.pack(out, [Tree(str(large))], compressed=compressed).digests
@@ -208,7 +208,7 @@ def test_hard_links_to_root_owned_files_are_not_packed(tmp_path: Path) -> None:
     assert content(packed(Tree(str(tmp_path / "logs"))), "./a.log") == b"secret"
 
 
-def test_compiled_package_entries_are_owned_by_root(tmp_path: Path) -> None:
+def test_packed_packages_belong_to_root_and_packed_logs_have_no_owner_name(tmp_path: Path) -> None:
     make(tmp_path, ["a"])
     (tmp_path / "out").symlink_to("/")
 
@@ -402,7 +402,7 @@ def test_packing_notes_log_growth_in_the_remarks(tmp_path: Path, monkeypatch: py
 
 
 def test_packing_notes_log_truncation_in_the_remarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The missing part is filled with zeros, so that the archive stays valid."""
+    """The missing part is filled with zeros so that the archive stays valid."""
     (tmp_path / "a").write_bytes(b"x" * 600)
     after_seeing_the_size(monkeypatch, 600, lambda: os.truncate(tmp_path / "a", 5))
     data = logs(tmp_path)
@@ -416,7 +416,7 @@ def test_packing_notes_log_truncation_in_the_remarks(tmp_path: Path, monkeypatch
 def test_log_on_a_failing_disk_is_filled_with_zeros_and_noted_in_the_remarks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A package, unlike a log, must be complete, so a read error makes packing it fail."""
+    """Packing a package, in contrast, fails after a read error, because a package must be complete."""
     make(tmp_path, ["a", "b"])
     honest = os.pread
 
@@ -494,7 +494,7 @@ def test_packed_symlinks_stay_within_the_tree(tmp_path: Path, target: str, packe
         assert content(data, "./remarks").decode() == said
 
 
-def test_remarks_file_has_the_newest_logs_time(tmp_path: Path) -> None:
+def test_remarks_file_has_the_modification_time_of_the_newest_log(tmp_path: Path) -> None:
     """With a timestamp in 1970, tar would print a warning. With the current time, the archive would not be
     reproducible.
     """
@@ -559,7 +559,9 @@ def test_setuid_bits_and_owner_names_of_logs_are_not_packed(tmp_path: Path) -> N
     assert (found.uid, found.gid, found.uname, found.gname) == (status.st_uid, status.st_gid, "", "")
 
 
-def test_job_with_too_many_files_does_not_exclude_other_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_limits_files_per_job_without_excluding_other_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packing, "MAX_JOB_ENTRIES", 10)
     make(tmp_path, [f"evil/deep/{number}.log" for number in range(30)] + ["good/x.log"])
 
@@ -582,7 +584,7 @@ def test_packing_stops_at_its_deadline(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.attack("text from a job forges lines in the agent's log, in alerts or in an archive's remarks")
-def test_file_names_cannot_forge_remarks(tmp_path: Path) -> None:
+def test_file_names_cannot_forge_lines_in_the_remarks(tmp_path: Path) -> None:
     (tmp_path / "a\n.: all is well\n\x1b[2J").symlink_to("/etc/passwd")
 
     assert content(logs(tmp_path), "./remarks").count(b"\n") == 1

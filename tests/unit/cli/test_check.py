@@ -66,7 +66,9 @@ def test_check_error_names_the_file_and_the_position(
     assert said in error
 
 
-def test_check_exits_with_66_if_a_file_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_exits_with_66_if_a_file_is_missing_unless_another_is_invalid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["check", str(tmp_path / "monit")]) == 66
     assert "No such file" in capsys.readouterr().err
     (tmp_path / "agent.json").write_text("{")
@@ -87,7 +89,7 @@ def test_check_prefers_the_kind_option_over_the_file_name(tmp_path: Path) -> Non
     assert main(["check", "--as", "monit", str(tmp_path / "agent.json")]) == 0
 
 
-def test_check_warns_about_dependencies_on_other_jobs_and_rejects_duplicates(
+def test_check_warns_about_dependencies_on_other_jobs_and_rejects_duplicate_services(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.monit").write_text(GOOD.replace("group vcap", "group vcap\n  depends on elsewhere"))
@@ -126,7 +128,7 @@ def test_check_reports_all_errors_in_a_file_at_once(tmp_path: Path, capsys: pyte
     assert "`$.ntp`" in settings
 
 
-def test_check_rejects_a_jobs_own_directories_as_volumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_rejects_a_job_directory_as_a_bpm_volume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "web/config/bpm.yml"
     file.parent.mkdir(parents=True)
     file.write_text("processes:\n- {name: a, executable: b, additional_volumes: [{path: /var/vcap/store/web}]}")
@@ -155,7 +157,9 @@ def test_check_warns_about_a_bpm_file_with_ignored_parts(
     assert main(["check", "--strict", str(tmp_path / "bpm.yml")]) == 78
 
 
-def test_check_compares_bpm_commands_with_the_jobs_bpm_yml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_rejects_a_bpm_command_for_a_process_that_bpm_yml_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monit = tmp_path / "web/monit"
     (tmp_path / "web/config").mkdir(parents=True)
     bpm = "/var/vcap/jobs/bpm/bin/bpm"

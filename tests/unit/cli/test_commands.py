@@ -42,7 +42,7 @@ def test_help_overview_lists_every_command_with_examples(capsys: pytest.CaptureF
     assert sorted(listed) == sorted(commands.EXAMPLES)
 
 
-def test_probe_uses_the_agents_socket_and_lock() -> None:
+def test_probe_uses_the_same_socket_and_lock_as_the_agent() -> None:
     paths = Paths(Path("/some/base"))
     assert Path("/some/base", probe.SOCKET) == paths.control_socket
     assert Path("/some/base", probe.LOCK) == paths.agent_lock
@@ -58,7 +58,9 @@ def test_probe_uses_the_agents_socket_and_lock() -> None:
         (["live", "extra"], None),
     ],
 )
-def test_probe_arguments_select_the_level(words: list[str], question: tuple[str, str] | None) -> None:
+def test_probe_arguments_select_the_level_and_base_directory(
+    words: list[str], question: tuple[str, str] | None
+) -> None:
     assert probe.read(words) == question
 
 
@@ -74,7 +76,7 @@ def test_error_for_an_invalid_duration_names_the_option(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("words", [["--bogus"], ["--bogus", "status"], ["status", "--bogus"]])
-def test_error_names_the_unknown_option(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_error_names_the_unknown_option(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         commands.main(words)
     assert capsys.readouterr().err.endswith("error: unrecognized arguments: --bogus\n")

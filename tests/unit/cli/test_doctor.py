@@ -23,16 +23,13 @@ from agent_shim.host.capabilities import NAMES, Privileges
 FEW = frozenset({*NEEDED, *USEFUL})
 
 
-def found(topic: str, base: Path, settings: dict[str, object] | None = None, *, index: int = 0) -> Finding:
-    """Run the doctor's probe for ``topic`` on a directory tree with these settings.
-
-    Return the finding at ``index``, except that the ``clock`` topic always gives the last one.
-    """
+def finding_of(topic: str, base: Path, settings: dict[str, object] | None = None, *, index: int = 0) -> Finding:
+    """Run the doctor's probe for ``topic`` on a directory tree with ``settings``. Return the finding at ``index``."""
     document = json.dumps({"agent_id": "a", **(settings or {})}).encode()
     known = Effective(parse(document, origin="x"), UpdateSettings())
     place = doctor.runtime(known, Paths(base))
     view = doctor.ContainerView(Paths(base), base, AgentConfig(), known, {}, place)
-    return list(doctor.PROBES[topic](view))[-1 if topic == "clock" else index]
+    return list(doctor.PROBES[topic](view))[index]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +48,7 @@ def test_doctor_states_the_consequence_of_a_missing_capability(
     monkeypatch.setattr(capabilities, "privileges", lambda: Privileges(effective=frozenset(effective)))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "192.0.2.1")
 
-    finding = found("capabilities", tmp_path)
+    finding = finding_of("capabilities", tmp_path)
 
     assert finding.verdict == verdict
     assert word in finding.follows
@@ -77,7 +74,7 @@ def test_doctor_expects_the_data_directory_on_a_volume_without_noexec(
     rows = f"1 0 8:0 / / rw - ext4 /dev/vda rw\n2 1 8:1 / {tmp_path / place} {options} - ext4 /dev/vdb rw\n"
     monkeypatch.setattr(mounts, "mounts", lambda: mounts.parse(rows.encode()))
 
-    finding = found("directories", tmp_path)
+    finding = finding_of("directories", tmp_path)
 
     assert (finding.topic, finding.verdict) == (str(tmp_path / "data"), verdict)
     assert word in finding.found
@@ -93,7 +90,7 @@ def test_doctor_reports_an_expiring_certificate(tmp_path: Path, days: tuple[int,
     pair = pki.Authority().client("a", valid=(begins, ends))
     cert = {"ca": "x", "certificate": pair.certificate, "private_key": ""}
 
-    finding = found("clock", tmp_path, {"mbus": url, "env": {"bosh": {"mbus": {"cert": cert}}}})
+    finding = finding_of("clock", tmp_path, {"mbus": url, "env": {"bosh": {"mbus": {"cert": cert}}}}, index=-1)
 
     assert "certificate" in finding.topic
     assert finding.verdict == verdict
@@ -101,18 +98,18 @@ def test_doctor_reports_an_expiring_certificate(tmp_path: Path, days: tuple[int,
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_doctor_explains_every_limit_and_how_to_change_it(name: str) -> None:
+def test_doctor_explains_every_limit_and_how_to_change_it_in_each_runtime(name: str) -> None:
     limit = LIMITS[name]
 
     assert limit.follows
     assert limit.verdict == GOOD or limit.pod
     for runtime in get_args(Runtime):
         said = limit.change(runtime)
-        if runtime == "lxd":  # LXD does not know Docker's HostConfig keys
+        if runtime == "lxd":  # LXD does not support Docker's HostConfig keys
             assert not re.search(r"HostConfig|Ulimits|ShmSize|Memory: BYTES|ReadonlyRootfs|SecurityOpt|PidMode", said)
         if runtime != "pod" and limit.cpi:
             assert not re.search("securityContext|emptyDir|dnsPolicy|NetworkPolicy", said)
-    # The Docker CPI sets privileges and bind mounts itself, so the advice must not name these keys.
+    # The Docker CPI sets privileges and bind mounts itself, so the advice must not name the keys for them.
     assert not re.search(r"\b(Privileged|CapAdd|Binds|User|Cmd|Entrypoint)\b", limit.cpi)
     assert not re.search("securityContext|emptyDir|dnsPolicy|NetworkPolicy", "" if limit.cpi else limit.pod)
 
@@ -128,7 +125,9 @@ def test_doctor_explains_every_limit_and_how_to_change_it(name: str) -> None:
         ("address missing", "bosh recreate", "bosh recreate", "--ip", "list-leases"),
     ],
 )
-def test_doctor_advice_uses_the_container_runtimes_terms(name: str, pod: str, cpi: str, engine: str, lxd: str) -> None:
+def test_doctor_advice_uses_the_terms_of_the_container_runtime(
+    name: str, pod: str, cpi: str, engine: str, lxd: str
+) -> None:
     said = {runtime: LIMITS[name].change(runtime) for runtime in get_args(Runtime)}
 
     assert pod in said["pod"]
@@ -147,7 +146,7 @@ def test_doctor_advice_uses_the_container_runtimes_terms(name: str, pod: str, cp
         (True, errno.EPERM, "unprivileged: root of a user namespace"),
     ],
 )
-def test_doctor_reports_privileged_only_for_root_outside_a_user_namespace(
+def test_doctor_privilege_level_depends_on_user_namespace_and_mount_permission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_inside: bool, mount_error: int, tier: str
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 0)
@@ -166,7 +165,7 @@ def test_doctor_does_not_mention_host_memory_under_lxcfs(
     table = f"36 35 98:0 / {place} rw - fuse.lxcfs lxcfs rw\n".encode()
     monkeypatch.setattr(mounts, "mounts", lambda: mounts.parse(table))
 
-    finding = found("cgroups", tmp_path)
+    finding = finding_of("cgroups", tmp_path)
 
     assert finding.verdict == LIMITED
     assert ("the host's" in finding.follows) == says
@@ -176,14 +175,16 @@ def test_doctor_does_not_mention_host_memory_under_lxcfs(
 def test_doctor_reports_a_memory_limit_that_lxcfs_shows_in_meminfo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, limit: str, is_limited: bool
 ) -> None:
-    """lxcfs shows the limit as the machine's memory in ``/proc/meminfo``, so no visible cgroup has a lower limit."""
+    """lxcfs shows the limit as the machine's memory in ``/proc/meminfo``, so no cgroup seems to have a
+    lower limit.
+    """
     hierarchy = cgroups.Hierarchy(2, (tmp_path,))
     monkeypatch.setattr(cgroups, "find", lambda: cgroups.Cgroup(memory=hierarchy))
     monkeypatch.setattr(host_stats, "memory", lambda: host_stats.Memory(512 << 20, 0, 0, 0))
     table = f"36 35 98:0 / /proc/{place} rw - fuse.lxcfs lxcfs rw\n".encode()
     monkeypatch.setattr(mounts, "mounts", lambda: mounts.parse(table))
 
-    finding = found("cgroups", tmp_path, index=1)
+    finding = finding_of("cgroups", tmp_path, index=1)
 
     assert finding.verdict == (GOOD if is_limited else LIMITED)
     assert f"memory {limit}" in finding.found if is_limited else finding.found == limit
@@ -251,7 +252,7 @@ def test_doctor_infers_the_container_runtime_from_mounts_and_settings(
     known = Effective(parse(document, origin="x"), UpdateSettings()) if settings else None
 
     assert doctor.runtime(known, Paths(Path("/var/vcap"))) == runtime
-    if runtime == "cpi":  # The demo has no CPI, and its base directory is not /var/vcap.
+    if runtime == "cpi":  # an agent outside /var/vcap, such as the demo, has no CPI
         assert doctor.runtime(known, Paths(Path("/opt/vcap"))) == "engine"
 
 
@@ -263,7 +264,7 @@ def test_doctor_does_not_suggest_a_volume_that_exists(
     monkeypatch.setattr(mounts, "mounts", lambda: mounts.parse(f"1 0 8:0 / {point} rw - ext4 /dev/vda rw\n".encode()))
     monkeypatch.setattr(doctor, "error_of", lambda *_: errno.EPERM)
 
-    finding = found("mounts", tmp_path)
+    finding = finding_of("mounts", tmp_path)
 
     assert finding.verdict == LIMITED
     assert ("--volume" not in finding.change) == is_volume

@@ -31,7 +31,7 @@ def tree(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def as_another_user() -> Iterator[None]:
-    """Switch to an ordinary user if the tests run as root, because root can read a file with any mode."""
+    """Switch to an ordinary user if the tests run as root, because root can read any file regardless of its mode."""
     is_root = os.geteuid() == 0
     if is_root:
         os.seteuid(UNPRIVILEGED_UID)
@@ -115,8 +115,8 @@ def test_logs_command_lists_known_jobs_if_the_job_is_unknown(tree: Path, capsys:
 
 
 @contextlib.contextmanager
-def answering(base: Path, *names: str) -> Iterator[list[Any]]:
-    """Run a fake agent that has these services. Yield the list of requests that it receives."""
+def fake_agent(base: Path, *names: str) -> Iterator[list[Any]]:
+    """Run a fake agent that has the services ``names``. Yield the list of requests that it receives."""
     seen: list[Any] = []
 
     def reply(request: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def answering(base: Path, *names: str) -> Iterator[list[Any]]:
 def test_command_lists_known_services_if_the_service_is_unknown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with answering(tmp_path, "web", "worker"):
+    with fake_agent(tmp_path, "web", "worker"):
         code = run("stop", "web", "wroker", "-b", str(tmp_path))
 
     assert code == NOT_THERE
@@ -153,7 +153,7 @@ def test_command_lists_known_services_if_the_service_is_unknown(
 def test_call_command_arguments_are_checked_before_the_request_is_sent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
-    with answering(tmp_path) as seen:
+    with fake_agent(tmp_path) as seen:
         assert run("call", *words, "-b", str(tmp_path)) == commands.USAGE
     assert said in capsys.readouterr().err
     assert seen == []
@@ -169,7 +169,7 @@ def test_call_command_arguments_are_checked_before_the_request_is_sent(
         (("logs", "--since", "soon"), "soon is neither a time nor a duration"),
     ],
 )
-def test_usage_error_suggests_the_nearest_command(
+def test_usage_error_suggests_a_correction_or_names_the_invalid_value(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
     assert run(*words) == commands.USAGE

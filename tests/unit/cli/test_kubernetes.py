@@ -15,8 +15,8 @@ from agent_shim.cli.kubernetes import JobPort
 from agent_shim.core.errors import ConfigError
 
 
-def parts(**group: Any) -> kubernetes.ObjectInputs:
-    """Return the inputs for the Kubernetes objects of an instance group that has these members."""
+def object_inputs(**group: Any) -> kubernetes.ObjectInputs:
+    """Return the inputs for the Kubernetes objects of an instance group with the members ``group``."""
     return kubernetes.ObjectInputs(
         deployment="My shop!",
         group=msgspec.convert({"name": "web", **group}, Group),
@@ -29,7 +29,7 @@ def parts(**group: Any) -> kubernetes.ObjectInputs:
     )
 
 
-def written(where: Path, made: kubernetes.ObjectInputs) -> dict[str, Any]:
+def write_and_read(where: Path, made: kubernetes.ObjectInputs) -> dict[str, Any]:
     """Write the objects to ``where``. Read the files that the kustomization lists, and return the objects in them,
     keyed by ``KIND/NAME``.
     """
@@ -41,7 +41,9 @@ def written(where: Path, made: kubernetes.ObjectInputs) -> dict[str, Any]:
 
 def test_instance_group_becomes_a_stateful_set_whose_init_container_renders_the_jobs(tmp_path: Path) -> None:
     resources = {"cpu": 0.5, "ram": 512, "ephemeral_disk_size": 2048}
-    objects = written(tmp_path, parts(instances=3, azs=["z1", "z2"], persistent_disk=1024, vm_resources=resources))
+    objects = write_and_read(
+        tmp_path, object_inputs(instances=3, azs=["z1", "z2"], persistent_disk=1024, vm_resources=resources)
+    )
     spec = objects["StatefulSet/web"]["spec"]
     pod = spec["template"]["spec"]
     (init,), (container,) = pod["initContainers"], pod["containers"]
@@ -65,8 +67,8 @@ def test_instance_group_becomes_a_stateful_set_whose_init_container_renders_the_
     assert (tmp_path / "Dockerfile").read_text().splitlines()[-1] == "COPY releases/web.tgz /releases/web.tgz"
 
 
-def test_agent_container_does_not_see_the_manifest(tmp_path: Path) -> None:
-    pod = written(tmp_path, parts())["StatefulSet/web"]["spec"]["template"]["spec"]
+def test_manifest_file_is_private_and_not_mounted_in_the_agent_container(tmp_path: Path) -> None:
+    pod = write_and_read(tmp_path, object_inputs())["StatefulSet/web"]["spec"]["template"]["spec"]
 
     assert "manifest" not in [mount["name"] for mount in pod["containers"][0]["volumeMounts"]]
     assert (tmp_path / "secret.yaml").stat().st_mode & 0o777 == 0o600
@@ -75,16 +77,16 @@ def test_agent_container_does_not_see_the_manifest(tmp_path: Path) -> None:
 def test_new_secret_file_is_private_even_if_the_old_file_was_not(tmp_path: Path) -> None:
     (tmp_path / "secret.yaml").write_text("")
     (tmp_path / "secret.yaml").chmod(0o644)
-    written(tmp_path, parts())
+    write_and_read(tmp_path, object_inputs())
 
     assert (tmp_path / "secret.yaml").stat().st_mode & 0o777 == 0o600
 
 
 def test_changed_manifest_replaces_the_pods(tmp_path: Path) -> None:
     def annotations(made: kubernetes.ObjectInputs) -> Any:
-        return written(tmp_path, made)["StatefulSet/web"]["spec"]["template"]["metadata"]["annotations"]
+        return write_and_read(tmp_path, made)["StatefulSet/web"]["spec"]["template"]["metadata"]["annotations"]
 
-    assert annotations(parts()) != annotations(parts()._replace(manifest="other"))
+    assert annotations(object_inputs()) != annotations(object_inputs()._replace(manifest="other"))
 
 
 @pytest.mark.parametrize(
@@ -134,6 +136,6 @@ def test_invalid_port_properties_are_rejected(ports: Any) -> None:
 )
 def test_instance_group_without_a_kubernetes_equivalent_is_rejected(tmp_path: Path, group: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        kubernetes.write(parts(**group), tmp_path / "out")
+        kubernetes.write(object_inputs(**group), tmp_path / "out")
 
     assert not (tmp_path / "out").exists()

@@ -166,7 +166,9 @@ def test_optional_link_may_be_absent(change: Any, reason: str) -> None:
         ({"release": {}}, "the releases of db/postgres are not given, and one of these jobs may provide it"),
     ],
 )
-def test_error_for_an_unresolved_link_names_consumer_link_and_remedy(change: Any, said: str, is_optional: bool) -> None:
+def test_error_for_an_unresolved_link_names_the_job_the_link_and_the_remedy(
+    change: Any, said: str, is_optional: bool
+) -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(spec=[{"name": "db", "type": "sql", "optional": is_optional}], **change)
 

@@ -128,7 +128,7 @@ def test_monit_status_aligns_values_like_monit() -> None:
         ({"state": "failing", "faults": ["Connection failed", "Resource limit matched"]}, "Connection failed"),
     ],
 )
-def test_monit_command_shows_states_in_monits_words(members: dict[str, Any], text: str) -> None:
+def test_monit_command_shows_states_in_the_same_words_as_monit(members: dict[str, Any], text: str) -> None:
     assert monit_text.words(service(**members)) == text
 
 
@@ -225,7 +225,7 @@ def test_monit_command_without_an_agent_reports_no_daemon(
     assert capfd.readouterr() == ("", said)
 
 
-def test_monit_reload_and_quit_print_the_same_text_as_monit(
+def test_monit_reload_and_quit_print_the_same_messages_as_monit(
     asked: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert monit.main(["reload", "web"]) == 0
@@ -244,7 +244,7 @@ def test_monit_reload_and_quit_print_the_same_text_as_monit(
         ({"state": "failing", "faults": ["Invalid type"], "reason": "a link"}, 0, "'web' a link\n"),
     ],
 )
-def test_monit_validate_returns_monits_exit_codes(
+def test_monit_validate_exits_with_the_same_codes_as_monit(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], members: dict[str, Any], status: int, said: str
 ) -> None:
     """As in monit 5.2.5, exit code 1 means that there is no error. A closed port does not count as an error."""

@@ -18,7 +18,7 @@ from agent_shim.core.errors import ActionError, ArchiveError, ConfigError, Diges
 
 
 def tarball(path: Path, *entries: tuple[str, bytes | None], mode: Literal["w", "w:gz"] = "w:gz") -> Path:
-    """Create an archive with these files. An entry whose content is None is a directory."""
+    """Create an archive with ``entries``. An entry whose content is None is a directory."""
     with tarfile.open(path, mode) as packed:
         for name, content in entries:
             header = tarfile.TarInfo(name)
@@ -60,7 +60,7 @@ def test_invalid_release_manifest_is_rejected(raw: bytes) -> None:
         release_tarball.parse_manifest(raw)
 
 
-def test_compiled_release_manifest_has_the_same_members_as_the_go_agents() -> None:
+def test_compiled_release_manifest_has_the_same_members_as_from_the_go_agent() -> None:
     manifest = ReleaseManifest("a", "1.10", "12e34", license=License("l", "l", "l"), packages=[source("p")])
     compiled = release_tarball.compiled_manifest(manifest, [CompiledPackage("p", "1", "1", "5", "debian-x/1", ["q"])])
     raw = release_tarball.render_manifest(compiled)

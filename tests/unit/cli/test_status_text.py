@@ -19,7 +19,7 @@ def test_status_durations_have_at_most_two_units(seconds: int, text: str) -> Non
 
 
 def shown(**members: Any) -> dict[str, Any]:
-    """Return a status with these members, in the form in which it is sent over the control socket."""
+    """Return a status with ``members``, in the form in which it is sent over the control socket."""
     process = {
         "name": "web",
         "job": "web",
@@ -111,7 +111,7 @@ def test_colours_do_not_change_the_status_text() -> None:
     assert "\x1b[1;31m93 %" in painted
 
 
-def test_status_shows_that_the_agent_waits_for_settings() -> None:
+def test_status_shows_that_the_agent_is_waiting_for_settings() -> None:
     page = status_text.render(
         shown(
             phase="waiting for settings",
@@ -199,7 +199,7 @@ def test_status_details_omit_empty_values() -> None:
     assert "pid" not in status_text.details(worker)
 
 
-def test_status_details_end_with_the_next_start_and_the_log() -> None:
+def test_status_details_show_the_next_start_and_end_with_the_log() -> None:
     worker = shown()["processes"][1] | dict.fromkeys(("faults", "groups"), ()) | {"mode": "active", "retry_secs": 8.2}
     lines = status_text.details(worker, log=["worker.stderr.log | no such table"]).splitlines()
 

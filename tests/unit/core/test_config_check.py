@@ -37,7 +37,7 @@ class Outer(msgspec.Struct, rename="camel"):
         (3, ["`$`"]),
     ],
 )
-def test_config_check_names_each_wrong_member_with_its_path(value: object, said: list[str]) -> None:
+def test_config_check_reports_the_path_of_each_invalid_value(value: object, said: list[str]) -> None:
     found = list(config_check.mistakes(value, Outer))
 
     assert len(found) == len(said)

@@ -29,7 +29,7 @@ def root_logger() -> Iterator[None]:
 
 @pytest.fixture
 def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """Return a function that sets up logging with a file in place of stderr, and returns the path of this file."""
+    """Return a function that sets up logging to a file instead of stderr and returns the file's path."""
     with (tmp_path / "stderr").open("w") as stream:
 
         def begin(**options: Any) -> Path:
@@ -94,7 +94,7 @@ def test_extra_fields_are_logged_in_both_formats(form: str, setup: Callable[...,
 
 @pytest.mark.attack("text from a job forges lines in the agent's log, in alerts or in an archive's remarks")
 @pytest.mark.parametrize("form", ["json", "text"])
-def test_log_escapes_line_ends_and_terminal_sequences(form: str, setup: Callable[..., Path]) -> None:
+def test_log_escapes_line_breaks_and_terminal_escape_sequences(form: str, setup: Callable[..., Path]) -> None:
     stderr = setup(form=form)
 
     hostile = "a\n2026-01-01 ERROR forged\r\x1b[2J\x9b2J\u2028b\x85c"
@@ -144,13 +144,13 @@ def log_message(text: str) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path, setup: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Set up logging to the file in which ``bosh logs --agent`` expects the log, and return its path."""
+    """Set up logging to the file that ``bosh logs --agent`` fetches. Return the file's path."""
     monkeypatch.setattr(log, "LARGEST", 1000)
     setup(form="text", file=tmp_path / "log" / "current")
     return tmp_path / "log" / "current"
 
 
-def test_log_file_contains_the_same_lines_as_stderr(file: Path) -> None:
+def test_log_file_contains_redacted_and_escaped_lines_once_its_directory_exists(file: Path) -> None:
     log_message("too early")
     file.parent.mkdir()
     log_message("https://h/blob?sig=abc")

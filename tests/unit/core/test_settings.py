@@ -121,7 +121,7 @@ def test_t4_stored_credentials_without_a_ca_are_ignored() -> None:
 AUTHORITY = Authority()
 
 
-def since(seconds: float) -> dict[str, str]:
+def credentials_since(seconds: float) -> dict[str, str]:
     """Return credentials with a certificate that became valid ``seconds`` ago."""
     pair = AUTHORITY.agent("a-1", valid=(-seconds, HOUR))
     return {"ca": AUTHORITY.ca, "certificate": pair.certificate, "private_key": pair.private_key}
@@ -130,7 +130,7 @@ def since(seconds: float) -> dict[str, str]:
 @pytest.mark.parametrize(("document", "stored", "winner"), [(60, 120, "document"), (120, 60, "stored")])
 def test_newer_of_two_bus_certificates_is_used(document: int, stored: int, winner: str) -> None:
     """The certificate in the CPI's Secret may be older or newer than the one that the Director sent in a rotation."""
-    certs = {"document": since(document), "stored": since(stored)}
+    certs = {"document": credentials_since(document), "stored": credentials_since(stored)}
     found = effective(parsed(env={"bosh": {"mbus": {"cert": certs["document"]}}}), mbus={"cert": certs["stored"]})
 
     assert found.mbus.certificate == certs[winner]["certificate"]
@@ -138,7 +138,7 @@ def test_newer_of_two_bus_certificates_is_used(document: int, stored: int, winne
 
 
 def test_stored_bus_certificate_wins_over_a_certificate_of_the_same_age() -> None:
-    both = since(60)
+    both = credentials_since(60)
     for document, stored in [(both, both | {"ca": "C2"}), (CERT, CERT | {"ca": "C2"}), (CERT, both | {"ca": "C2"})]:
         found = effective(parsed(env={"bosh": {"mbus": {"cert": document}}}), mbus={"cert": stored})
         assert found.mbus.ca == "C2"
@@ -148,8 +148,8 @@ def test_all_known_credentials_are_tried_on_the_bus() -> None:
     """The current credentials are tried first. The credentials from the CPI are also tried with the addresses from the
     CPI.
     """
-    source = parsed(env={"bosh": {"mbus": {"cert": since(60), "urls": ["nats://old:1"]}}})
-    found = effective(source, mbus={"cert": since(120), "urls": ["nats://new:2"]})
+    source = parsed(env={"bosh": {"mbus": {"cert": credentials_since(60), "urls": ["nats://old:1"]}}})
+    found = effective(source, mbus={"cert": credentials_since(120), "urls": ["nats://new:2"]})
     known = found.known_mbus
 
     assert [mbus.urls[0] for mbus in known] == ["nats://new:2", "nats://old:1", "nats://new:2"]

@@ -1,4 +1,4 @@
-"""Tests parsing the apply spec, and the parts of it that are stored."""
+"""Tests parsing the apply spec, and which parts of the spec are stored."""
 
 from __future__ import annotations
 

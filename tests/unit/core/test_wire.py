@@ -56,7 +56,7 @@ def test_empty_exception_message_is_omitted() -> None:
 
 
 @given(st.text(min_size=1, max_size=400), st.integers(min_value=120, max_value=300))
-def test_long_exception_is_cut_in_the_middle_to_fit(text: str, limit: int) -> None:
+def test_long_exception_message_is_truncated_in_the_middle(text: str, limit: int) -> None:
     reply = wire.encode_exception(text, limit=limit)
 
     assert len(reply) <= limit

@@ -51,7 +51,7 @@ def test_boot_makes_agent_directories_private(tmp_path: Path) -> None:
     }
     assert stat.S_IMODE((paths.sensitive_blobs / "tmp").stat().st_mode) == 0o750
     boot.make_tree(paths)
-    paths.shim_run.chmod(0o755)  # the next boot corrects a mode that was changed
+    paths.shim_run.chmod(0o755)  # the next boot must restore the mode
     paths.sensitive_blobs.chmod(0o755)
     boot.make_tree(paths)
     assert [stat.S_IMODE(path.stat().st_mode) for path in closed[:2]] == [0o700, 0o700]
@@ -76,7 +76,7 @@ def test_job_directories_have_the_same_modes_as_under_the_go_agent(tmp_path: Pat
     assert {path: oct(stat.S_IMODE(path.stat().st_mode)) for path in modes} == modes
 
 
-async def test_boot_steps_not_needed_for_the_bus_run_late(tmp_path: Path) -> None:
+async def test_boot_steps_that_the_bus_does_not_need_are_run_late(tmp_path: Path) -> None:
     """Late steps run while the agent connects, because the programs that they run take most of a second."""
     async with world(tmp_path) as made:
         steps = boot.steps(made.agent, JobRecovery(made.agent, made.events.append))
@@ -99,7 +99,9 @@ async def test_boot_removes_leftovers_of_a_killed_agent(tmp_path: Path) -> None:
     assert [path for path in left if path.exists()] == []
 
 
-async def test_agent_without_root_clears_memory_oom_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_agent_without_root_clears_memory_oom_group_or_reports_that_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If a container runs as an ordinary user, the runtime may have made this user the owner of the cgroup. If the
     agent cannot write to the cgroup, the boot step must report what an out-of-memory kill would do.
     """

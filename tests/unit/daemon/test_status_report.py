@@ -1,4 +1,4 @@
-"""Tests the values in the metrics and in the status, and the source of each value."""
+"""Tests that each value in the metrics and in the status comes from the right source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agent_shim.supervisor.history import Happening
 
 
 def live(tmp_path: Path, **others: Any) -> Runtime:
-    """Return a runtime in which each figure has a different value, so that the tests notice mixed-up sources."""
+    """Return a runtime in which each figure has a different value so that the tests notice mixed-up sources."""
     mbus = Mbus(("nats://127.0.0.1:1",), "ca", "certificate", "key")
     process = SimpleNamespace(name="web", state="running")
     services = [SimpleNamespace(process=process, pid=0, faults=[], state="running", last_exit="")]
@@ -75,7 +75,7 @@ def test_metrics_readings_contain_the_values_from_every_component(
 
 
 def live_with_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the runtime of ``live`` with the additional members that the status needs."""
+    """Return the runtime from ``live``, with additional members that the status needs."""
     monkeypatch.setattr(monit_api, "describe", lambda service: {"name": service.process.name})
     made: Any = live(tmp_path)
     made.bus.stats = SimpleNamespace(last_error="reset")
@@ -96,7 +96,7 @@ async def test_status_values_come_from_their_sources(tmp_path: Path, monkeypatch
     found = await status_report.status(live_with_status(tmp_path, monkeypatch), "running", 61)
 
     del found["version"]
-    # Both values may be larger on a busy machine.
+    # On a busy machine, the heartbeat's age and the task's duration may be larger.
     assert 7 <= found["bus"].pop("heartbeat_secs") < 3605 <= found.pop("task_secs")
     assert found == {
         "phase": "running",
@@ -122,7 +122,7 @@ async def test_status_values_come_from_their_sources(tmp_path: Path, monkeypatch
     ("problem", "is_mounted", "disk"),
     [("", True, "mounted"), ("", False, "none"), ("disk a is busy", True, "disk a is busy")],
 )
-async def test_status_of_an_idle_agent_has_no_task_and_no_heartbeat(
+async def test_status_without_a_task_shows_disk_firewall_and_credential_problems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str, is_mounted: bool, disk: str
 ) -> None:
     made = live_with_status(tmp_path, monkeypatch)

@@ -61,7 +61,7 @@ def test_s8_alert_severities_match_the_go_agent(event: str, severity: int) -> No
         "Monit instance changed",
     ],
 )
-def test_s8_recoveries_send_no_alert(event: str) -> None:
+def test_s8_recovery_events_cause_no_alert(event: str) -> None:
     assert alert_of("web", event, "alert", "", [], 0) is None
 
 

@@ -78,9 +78,7 @@ BEGUN_AT = 1000.0
 
 
 class SkippingSelector(selectors.DefaultSelector):
-    """A selector that advances its clock instead of waiting, so that an hour passes in a moment and all times are
-    exact.
-    """
+    """A selector that advances its clock instead of waiting. An hour passes in a moment, and all times are exact."""
 
     now = BEGUN_AT
 
@@ -163,7 +161,8 @@ async def test_slow_vitals_do_not_delay_a_heartbeat() -> None:
     async with beating(world, period=0.05, collect_s=0.02) as heart:
         await until(lambda: bool(world.vitals) and world.vitals[-1] is not None)
         world.can_measure.clear()
-        held, begun = len(world.beats) + 1, world.measured  # Add one, because a measurement may just have ended.
+        # Skip one heartbeat, because a measurement that has just ended may still change the vitals.
+        held, begun = len(world.beats) + 1, world.measured
         await until(lambda: len(world.beats) >= held + 2)
         world.state = "failing"
         told = len(world.beats) + 1
@@ -206,7 +205,7 @@ async def test_heartbeat_without_a_connection_is_skipped() -> None:
         await until(lambda: len(world.beats) >= 1)
 
 
-def test_s7_heartbeat_has_the_same_members_as_the_go_agents() -> None:
+def test_s7_heartbeat_has_the_same_members_as_under_the_go_agent() -> None:
     """The Health Monitor would drop a heartbeat with an id or a time."""
     given = protocol.message("heartbeat")
 

@@ -22,7 +22,7 @@ def lines(**options: object) -> list[str]:
     return mail.decode().split("\r\n")
 
 
-def test_mail_follows_the_format_in_a_stemcells_control_file() -> None:
+def test_email_has_the_format_in_the_stemcell_control_file() -> None:
     """A line break in a job's output must not add a line to the email's headers or body."""
     found = lines(mail_format=FORMAT)
     head, body = found[: found.index("")], found[found.index("") + 1 :]
@@ -40,10 +40,10 @@ def test_mail_follows_the_format_in_a_stemcells_control_file() -> None:
     assert body[3].strip().startswith("Date: Thu, 01 Jan 1970 ")
 
 
-def test_mail_has_a_default_sender_and_subject() -> None:
+def test_email_has_a_default_sender_and_subject() -> None:
     assert f"From: monit@{socket.gethostname()}" in lines()
     assert "Subject: monit alert --  Does not exist web" in lines()
 
 
-def test_mail_is_not_sent_without_a_recipient() -> None:
+def test_email_is_not_sent_without_a_recipient() -> None:
     assert compose(Control(Path("monitrc")), "web", "Exists", "alert", "", (), 0.0) is None

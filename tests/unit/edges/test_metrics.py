@@ -25,7 +25,7 @@ from tests.support import metrics_page
 
 
 def service(name: str, state: str = "running", pid: int = 12, mem_kb: int = 0, **members: Any) -> ServiceInfo:
-    """Return the information about a ``process`` service."""
+    """Return information about a service whose kind is ``process``."""
     some: dict[str, Any] = {
         "job": "",
         "kind": "process",
@@ -77,7 +77,7 @@ FULL = Readings(
 
 
 class Clock:
-    """A clock that only advances when a test sets it."""
+    """A clock that advances only when a test sets it."""
 
     now = 100.0
 

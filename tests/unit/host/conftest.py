@@ -32,6 +32,6 @@ def _open() -> set[tuple[str, str]]:
     """Return the number and file of each open descriptor."""
     found = set()
     for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of the directory itself
+        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor is already closed
             found.add((descriptor.name, str(descriptor.readlink())))
     return found

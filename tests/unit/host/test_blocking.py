@@ -1,4 +1,4 @@
-"""Tests blocking work in threads: calls that may hang, and the thread pool that ``asyncio.to_thread`` uses."""
+"""Tests how blocking calls run in threads: calls that may hang, and the thread pool that ``asyncio.to_thread`` uses."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_thread_pool_works_if_only_some_of_its_threads_can_start(monkeypatch: py
         threads = blocking.pool(3)
         assert left == []
         while found is None and time.monotonic() < given_up_at:
-            with contextlib.suppress(RuntimeError):  # submit tries to start another thread unless one is idle
+            with contextlib.suppress(RuntimeError):  # submit fails unless a thread is idle
                 found = threads.submit(int, "7").result(30)
             time.sleep(0.001)
 

@@ -98,16 +98,16 @@ def test_memory_is_read_from_cgroup_v1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", ["max", NO_LIMIT, str(1000 * MIB), "0", "-1", "", "nonsense"])
-def test_container_memory_is_unknown_without_a_limit_below_the_machines_memory(tmp_path: Path, limit: str) -> None:
+def test_container_memory_is_unknown_without_a_limit_below_the_machine_memory(tmp_path: Path, limit: str) -> None:
     """Without a limit, the usage of the agent's own cgroup would be misleading."""
     write(tmp_path, {"memory.max": limit, "memory.current": 5})
 
     assert cgroups.memory(version_2(tmp_path), HOST) is None
 
 
-def test_container_with_unlimited_swap_reports_the_machines_swap(tmp_path: Path) -> None:
-    """With the value ``max``, the container may use all of the machine's swap. If the cgroup has no ``memory.swap``
-    files, the container has no swap.
+def test_container_with_unlimited_swap_reports_the_swap_of_the_machine(tmp_path: Path) -> None:
+    """If ``memory.swap.max`` contains ``max``, the container may use all of the machine's swap. If the cgroup has no
+    ``memory.swap`` files, the container has no swap.
     """
     write(tmp_path, {"memory.max": MIB, "memory.current": 5})
     without = cgroups.memory(version_2(tmp_path), HOST)
@@ -150,7 +150,7 @@ def test_lowest_cpu_quota_applies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "quota", ["max 100000", f"{100000 * (os.cpu_count() or 1)} 100000", "0 0", "5 0", "5", "", "a b"]
 )
-def test_container_cpu_is_unknown_without_a_quota_below_the_machines_cpus(tmp_path: Path, quota: str) -> None:
+def test_container_cpu_is_unknown_without_a_quota_below_the_number_of_cpus(tmp_path: Path, quota: str) -> None:
     """Without a quota, jobs can use all of the machine's CPUs."""
     write(tmp_path, {"cpu.max": quota, "cpu.stat": "user_usec 1\nsystem_usec 1"})
 
@@ -169,7 +169,7 @@ def test_oom_kills_are_counted(tmp_path: Path) -> None:
     assert cgroups.oom_kills(cgroups.Cgroup(), HOST.total) is None
 
 
-def test_oom_group_is_disabled_only_in_the_containers_own_cgroup(tmp_path: Path) -> None:
+def test_oom_group_is_disabled_only_in_the_cgroup_of_the_container(tmp_path: Path) -> None:
     """In a nested cgroup, the setting is kept, because the operator chose it, for example with ``OOMPolicy=kill`` in a
     systemd unit.
 
@@ -185,9 +185,9 @@ def test_oom_group_is_disabled_only_in_the_containers_own_cgroup(tmp_path: Path)
     assert (tmp_path / "leaf/memory.oom.group").read_text().strip() == "1"
 
 
-def test_oom_group_is_found_in_the_hosts_cgroup_namespace(tmp_path: Path) -> None:
-    """containerd leaves privileged containers in this namespace, where the top is the machine's root cgroup. The
-    container's cgroup is the one that also contains PID 1.
+def test_oom_group_is_found_in_the_host_cgroup_namespace(tmp_path: Path) -> None:
+    """containerd leaves privileged containers in the host's cgroup namespace, where the top is the machine's root
+    cgroup. The container's cgroup is the one that also contains PID 1.
     """
     write(tmp_path / "leaf", {"memory.oom.group": "1\n", "cgroup.procs": "1\n17\n"})
 
@@ -249,7 +249,9 @@ def test_cgroup_contains_this_process_only_if_the_kernel_lists_it(tmp_path: Path
 
 
 def test_this_process_is_found_after_the_first_page_of_a_cgroup_with_many_processes(tmp_path: Path) -> None:
-    """The kernel returns a list of pids one page at a time. A pipe that holds only one page imitates that."""
+    """The kernel returns a list of pids one page at a time. To imitate this, the test uses a pipe that holds only
+    one page.
+    """
     pids = tmp_path / "cgroup.procs"
     os.mkfifo(pids)
 
@@ -265,7 +267,7 @@ def test_this_process_is_found_after_the_first_page_of_a_cgroup_with_many_proces
 
 
 def test_container_without_a_mounted_hierarchy_has_no_cgroup() -> None:
-    """In this case, the container's memory and CPU usage are unknown."""
+    """Without a cgroup, the container's memory and CPU usage are unknown."""
     assert cgroups.parse_membership("0::/\n", []) == cgroups.Cgroup()
     assert cgroups.memory(cgroups.Cgroup(), HOST) is None
     assert cgroups.cpu_times(cgroups.Cgroup(), 5.0) is None
@@ -276,7 +278,7 @@ def test_any_cgroup_membership_text_can_be_parsed(text: str) -> None:
     cgroups.parse_membership(text, mounts.parse(UNIFIED + SPLIT))
 
 
-def test_this_machines_cgroup_can_be_read() -> None:
+def test_cgroup_of_this_machine_can_be_read() -> None:
     """The real files must give a valid result on any machine, with or without limits."""
     host = host_stats.memory()
     found = cgroups.memory(cgroups.find(), host)
@@ -285,7 +287,7 @@ def test_this_machines_cgroup_can_be_read() -> None:
     assert cgroups.find(Path("/absent")) == cgroups.Cgroup()
 
 
-def test_cpu_time_is_reported_without_a_quota(tmp_path: Path) -> None:
+def test_cpu_time_is_reported_with_or_without_a_quota(tmp_path: Path) -> None:
     """CPU time is read at the level that has a quota or, if there is none, at the process's own level."""
     write(tmp_path / "pod", {"cpu.max": "max 100000", "cpu.stat": "user_usec 3000000\nsystem_usec 1000000"})
     write(tmp_path, {"cpu.stat": "user_usec 9000000\nsystem_usec 9000000"})

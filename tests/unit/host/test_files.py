@@ -128,7 +128,7 @@ def test_mounted_file_is_written_in_place(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_symlink_to_a_mount_point_is_replaced(tmp_path: Path) -> None:
-    """A mounted file itself is written in place. The test uses ``/proc`` because it is a mount point everywhere."""
+    """Only a path that is itself a mount point is written in place. ``/proc`` is a mount point on every machine."""
     link = tmp_path / "state"
     link.symlink_to("/proc")
     files.write_atomic(link, b"new")
@@ -138,9 +138,7 @@ def test_symlink_to_a_mount_point_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["/dev/zero", "../outside", "below/../../outside"])
-def test_agents_own_file_is_not_read_or_written_through_a_symlink_out_of_its_directory(
-    tmp_path: Path, target: str
-) -> None:
+def test_agent_file_is_not_read_or_written_through_a_symlink_out_of_its_directory(tmp_path: Path, target: str) -> None:
     (tmp_path / "outside").write_bytes(b"outside")
     own = tmp_path / "own"
     (own / "below").mkdir(parents=True)
@@ -154,7 +152,7 @@ def test_agents_own_file_is_not_read_or_written_through_a_symlink_out_of_its_dir
     assert (tmp_path / "outside").read_bytes() == b"outside"
 
 
-def test_agents_own_file_is_read_through_at_most_one_symlink(tmp_path: Path) -> None:
+def test_agent_file_is_read_through_at_most_one_symlink(tmp_path: Path) -> None:
     """If the agent keeps a file on a tmpfs, it puts a symlink in the file's usual place."""
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/state").write_bytes(b"kept")
@@ -199,7 +197,7 @@ def test_directory_is_created_through_symlinks_owned_by_the_same_user(tmp_path: 
 def test_directory_is_not_created_through_symlinks_owned_by_other_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user who can write to a directory could put a symlink to any place there."""
+    """A user who can write to a directory could create a symlink in it that points anywhere."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     monkeypatch.setattr(trusted_path, "trusted_users", lambda: {os.geteuid() + 1})
@@ -241,7 +239,7 @@ def test_chown_changes_only_what_differs(tmp_path: Path, owner: str, ids: tuple[
 
 @pytest.mark.root
 def test_chown_without_the_capability_keeps_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without CAP_CHOWN, a requested owner is ignored, so that the agent can still write the file."""
+    """Without CAP_CHOWN, a requested owner is ignored so that the agent can still write the file."""
     monkeypatch.setattr(capabilities, "privileges", lambda: SimpleNamespace(effective=frozenset()))
     files.can_chown.cache_clear()
     try:
@@ -340,7 +338,7 @@ def test_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
 
 
 def test_read_only_tree_is_removed() -> None:
-    """Unlike root, an ordinary user has to change modes before removing such a tree, for example a Go module cache."""
+    """To remove a read-only tree, such as a Go module cache, an ordinary user first has to change the modes in it."""
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch, "tree")
         directories = [tree / "a/b/c", tree / "a/b", tree / "a", tree]

@@ -1,4 +1,4 @@
-"""Tests how the whole machine's CPU times, memory and load are read, with simulated files in place of /proc."""
+"""Tests how the whole machine's CPU times, memory and load are read, using simulated files instead of /proc."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the cgroups for single processes on cgroup v2. The root tests cover version 1 with real cgroups."""
+"""Tests the cgroups of single processes with simulated hierarchies. ``root/test_bpm.py`` uses real cgroups."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_job_cgroup_sets_limits_on_cgroup_v2(own: Path) -> None:
     assert joined == [str(group)]
     written = {path.name: path.read_text() for path in group.iterdir()}
     assert written == {"memory.max": "1048576", "memory.swap.max": "0", "memory.oom.group": "1", "pids.max": "7"}
-    # Only controllers that are not delegated yet are requested.
+    # Only controllers that have not been delegated yet are requested.
     assert (own / "cgroup.subtree_control").read_text() == "+pids"
 
 
@@ -73,7 +73,7 @@ def test_processes_in_a_job_cgroup_and_below_it_are_found(
 
 
 def test_job_cgroup_limits_are_independent(own: Path) -> None:
-    """A process limit does not cause a memory limit, and OOM kills are counted only if there is a memory limit."""
+    """Setting a process limit sets no memory limit, and OOM kills are counted only if there is a memory limit."""
     memory, processes = job_cgroups.JobCgroup("m"), job_cgroups.JobCgroup("p")
     memory.make(memory=1 << 20)
     processes.make(processes=7)
@@ -111,7 +111,7 @@ def test_cgroup_controller_that_cannot_be_delegated_is_not_offered(
 ) -> None:
     """The kernel refuses to delegate a controller while processes are in the agent's cgroup.
 
-    The directory that the agent created when it tried must be removed.
+    The directory that the agent created for the attempt must be removed.
     """
     hierarchy = cgroups.Hierarchy(2, (tmp_path,))
     monkeypatch.setattr(job_cgroups, "hierarchies", lambda: (("memory", hierarchy),))
@@ -133,9 +133,9 @@ def test_cgroup_controller_that_cannot_be_delegated_is_not_offered(
 def test_no_controller_is_enabled_in_a_cgroup_that_contains_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None, members: str, is_offered: bool
 ) -> None:
-    """The kernel would allow the ``pids`` controller to be enabled in such a cgroup. After that, however, no process
-    could enter a nested cgroup: the cgroup becomes "domain threaded", and nested cgroups are invalid
-    (Documentation/admin-guide/cgroup-v2.rst, "Threads").
+    """The kernel would allow the ``pids`` controller to be enabled in a cgroup that contains processes. After that,
+    however, no process could enter a nested cgroup: the cgroup becomes "domain threaded", and nested cgroups are
+    invalid (Documentation/admin-guide/cgroup-v2.rst, "Threads").
 
     The root cgroup, which has no type, is an exception. In a container on cgroup v2, the agent's cgroup contains the
     container's processes.
@@ -160,11 +160,11 @@ def _make_cgroup(path: Path, *args: Any, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(("version", "marked", "beside"), [(2, True, True), (2, False, False), (1, True, False)])
-def test_job_cgroups_are_created_next_to_the_agents_cgroup_if_delegated(
+def test_job_cgroups_are_created_alongside_the_agent_cgroup_if_the_parent_is_delegated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, marked: bool, beside: bool
 ) -> None:
-    """systemd marks a cgroup if the unit may create further cgroups there. In a cgroup without the mark, nothing is
-    created.
+    """systemd marks a cgroup in which the unit may create further cgroups. Without the mark, job cgroups are created in
+    the agent's own cgroup.
     """
 
     def mark(path: Path, name: str) -> bytes:

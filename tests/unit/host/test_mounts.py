@@ -124,7 +124,7 @@ def test_mount_point_escapes_are_decoded(name: bytes) -> None:
     assert os.fsencode(mount.point) == b"/" + name
 
 
-def test_this_machines_mount_table_contains_proc() -> None:
+def test_mount_table_of_this_machine_contains_proc() -> None:
     mount = mounts.mount_of(Path("/proc/self/status"))
 
     assert mount is not None

@@ -44,7 +44,6 @@ def test_process_table_agrees_with_the_stat_of_a_single_process() -> None:
 
 
 def test_reading_a_missing_process_gives_empty_values() -> None:
-    """If a pid belongs to no process, the results are empty and no error is raised."""
     beyond = 2**22 + 1
 
     assert proc.stat(beyond) is None

@@ -59,8 +59,8 @@ def test_adopting_a_process_with_a_different_start_time_leaks_no_descriptor() ->
 
 
 def test_core_limit_of_zero_is_kept_for_an_ordinary_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A core limit of one byte would disable core dumps to a pipe as well, but an ordinary user whose hard limit is
-    zero cannot set it.
+    """A core limit of one byte would disable core dumps to a pipe as well, but an ordinary user cannot raise a hard
+    limit of zero.
     """
     limits = [(0, 0)]
 

@@ -79,7 +79,7 @@ def test_missing_notify_socket_is_ignored(tmp_path: Path) -> None:
         ({"NOTIFY_SOCKET": "/run/n", "WATCHDOG_USEC": "soon"}, Notifier("/run/n")),
     ],
 )
-def test_systemd_variables_are_removed_from_the_environment(given: dict[str, str], wanted: Notifier) -> None:
+def test_systemd_variables_are_read_and_removed_from_the_environment(given: dict[str, str], wanted: Notifier) -> None:
     environ = {"PATH": "/bin", **given}
 
     assert sd_notify.from_environment(environ) == wanted

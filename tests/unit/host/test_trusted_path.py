@@ -41,10 +41,10 @@ def status(mode: int, owner: int) -> os.stat_result:
         (1000, 1000, 1000, 0o775, True),
     ],
 )
-def test_trusted_path_follows_only_symlinks_owned_by_root_or_its_own_user(
+def test_trusted_path_rejects_symlinks_that_an_untrusted_user_may_have_created(
     monkeypatch: pytest.MonkeyPatch, us: int, owner: int, of_directory: int, mode: int, is_followed: bool
 ) -> None:
-    """A symlink that root owns is followed only if no other user could have moved it into its directory."""
+    """An agent that runs as root also rejects a symlink that another user may have moved into the directory."""
     monkeypatch.setattr(os, "geteuid", lambda: us)
     monkeypatch.setattr(user_namespace, "is_inside", lambda: False)
     link, directory = status(stat.S_IFLNK | 0o777, owner), status(stat.S_IFDIR | mode, of_directory)

@@ -19,7 +19,7 @@ def test_identity_mapping_of_all_ids_is_not_a_user_namespace(tmp_path: Path, uid
     assert user_namespace.is_inside(str(tmp_path / "uid_map")) is expected
 
 
-def test_this_kernels_overflow_user_is_read() -> None:
+def test_overflow_user_is_read_from_the_kernel() -> None:
     assert user_namespace.overflow_user() > 0
 
 

@@ -68,8 +68,8 @@ async def test_watchdog_report_names_no_file_if_none_is_being_read(
 async def test_watchdog_does_not_report_a_running_loop(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A busy machine may stop the loop for a moment, so this test lasts longer than the time after which the watchdog
-    would report.
+    """The test lasts longer than the time after which the watchdog reports a blocked loop. This time is set to a second
+    because a busy machine may stop the loop for a moment.
     """
     monkeypatch.setattr(watchdog, "REPORT_AFTER_S", 1.0)
     fed: list[float] = []
@@ -77,7 +77,7 @@ async def test_watchdog_does_not_report_a_running_loop(
         await until(lambda: fed and fed[-1] - fed[0] > 1.5)
 
     assert caplog.records == []
-    # The thread pauses between beats. Without pauses, it would use a whole CPU.
+    # The watchdog thread must pause between notifications. Otherwise, it would use a whole CPU.
     assert fed[20] - fed[0] > 10 * PERIOD_S
 
 
@@ -104,9 +104,7 @@ async def test_watchdog_timer_is_rearmed_until_the_watch_ends() -> None:
 async def test_watchdog_timer_is_cancelled_when_the_watch_ends(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop may recover, and the block with the watchdog may end, before the watchdog thread has noticed the
-    recovery.
-    """
+    """The loop may recover, and the ``with`` block may end, before the watchdog thread notices the recovery."""
     called_off: list[None] = []
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: called_off.append(None))
     with watching(lambda: None, PERIOD_S):

@@ -58,7 +58,7 @@ def test_address_watch_recognizes_local_interface_addresses(text: str, is_ours: 
 
 
 def test_address_watch_resolves_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name must not be passed to ``bind``, which would query a name server that may not respond."""
+    """A name must not be passed to ``bind``, which would query a name server that might not respond."""
     monkeypatch.setattr(socket.socket, "bind", lambda *_: pytest.fail("it is looked up"))
 
     assert network.has_address("db.example.org")

@@ -15,7 +15,7 @@ from agent_shim.services.certificate_watch import DAY_S, HTTPS, CertificateWatch
 AUTHORITY = Authority()
 
 
-def agent(begin: float, end: float) -> str:
+def certificate(begin: float, end: float) -> str:
     """Return a certificate that is valid from ``begin`` to ``end``, both in seconds from now."""
     return AUTHORITY.agent("agent", valid=(begin, end)).certificate
 
@@ -34,10 +34,10 @@ def agent(begin: float, end: float) -> str:
 def test_certificate_is_near_expiry_within_a_month_or_a_fifth_of_its_validity(
     valid: tuple[float, float], is_near: bool
 ) -> None:
-    """A new VM's credentials are valid for only an hour, so a fixed limit of a month would cause a permanent
-    warning.
+    """The shorter of the two periods applies. A new VM's credentials are valid for only an hour, so a fixed period of a
+    month would cause a permanent warning.
     """
-    expiry = CertificateWatch(lambda: {"client": agent(*valid)})
+    expiry = CertificateWatch(lambda: {"client": certificate(*valid)})
     expiry.look()
 
     assert bool(expiry.warnings) == is_near
@@ -47,7 +47,7 @@ def test_certificate_is_near_expiry_within_a_month_or_a_fifth_of_its_validity(
 def test_certificate_warning_is_logged_once_and_again_at_expiry(caplog: pytest.LogCaptureFixture) -> None:
     now = time.time()
     expiry = CertificateWatch(lambda: {"client": near, "CA": AUTHORITY.ca}, lambda: now)
-    near = agent(-99 * DAY_S, DAY_S)
+    near = certificate(-99 * DAY_S, DAY_S)
     for later in (0.0, HOUR, HOUR, 2 * DAY_S, DAY_S):
         now += later
         expiry.look()
@@ -62,7 +62,7 @@ def test_certificate_warning_is_logged_once_and_again_at_expiry(caplog: pytest.L
 
 def test_certificate_warning_mentions_the_https_endpoint_instead_of_a_bus() -> None:
     """An agent with an HTTPS endpoint has no bus."""
-    cert, ended = agent(-99 * DAY_S, DAY_S), agent(*EXPIRED)
+    cert, ended = certificate(-99 * DAY_S, DAY_S), certificate(*EXPIRED)
     named = [certificates(Mbus((url,), AUTHORITY.ca, ended, "")) for url in ("https://0.0.0.0:6868", "nats://10.0.0.6")]
     said = []
     for pem in (cert, ended):
@@ -77,11 +77,11 @@ def test_certificate_warning_mentions_the_https_endpoint_instead_of_a_bus() -> N
 
 
 def test_certificate_warning_disappears_when_the_certificate_is_rotated() -> None:
-    pem = agent(-99 * DAY_S, DAY_S)
+    pem = certificate(-99 * DAY_S, DAY_S)
     expiry = CertificateWatch(lambda: {"client": pem})
     expiry.look()
     assert expiry.warnings
-    pem = agent(-HOUR, 365 * DAY_S)
+    pem = certificate(-HOUR, 365 * DAY_S)
     expiry.look()
 
     assert expiry.warnings == []

@@ -142,7 +142,7 @@ async def test_hanging_dns_fetch_does_not_delay_a_request_for_stored_records(dns
     hanging.cancel()
 
 
-async def test_hosts_file_keeps_the_containers_own_line(dns: Dns, paths: Paths) -> None:
+async def test_hosts_file_keeps_only_the_line_that_names_the_host(dns: Dns, paths: Paths) -> None:
     own = f"10.9.9.9\t{socket.gethostname()}.ns {socket.gethostname()}"
     paths.etc.mkdir()
     stale = f"10.0.0.9 old.bosh\n10.0.0.8 x # {socket.gethostname()}\n"
@@ -163,7 +163,7 @@ async def test_agent_id_equal_to_the_host_name_resolves_only_to_loopback(dns: Dn
     assert resolve(hosts(paths), socket.gethostname()) == [LOOPBACK, "::1"]
 
 
-async def test_huge_dns_records_do_not_block_the_event_loop(dns: Dns, paths: Paths) -> None:
+async def test_many_dns_records_do_not_block_the_event_loop(dns: Dns, paths: Paths) -> None:
     known = [[f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}", f"{i:036}.web.net.deployment.bosh"] for i in range(30_000)]
     ticks = 0
 

@@ -47,7 +47,8 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 async def obstacle(firewall: Firewall) -> str:
     """Let the firewall set its rules, and return the obstacle that it reports."""
     watching = asyncio.create_task(firewall.watch())
-    for _ in range(2):  # the second iteration begins only after the first has ended
+    # `watch` clears `due` and then sets the rules. Once it clears `due` again, the rules have been set.
+    for _ in range(2):
         firewall.due.set()
         await until(lambda: not firewall.due.is_set())
     watching.cancel()
@@ -85,7 +86,7 @@ async def test_packet_filter_reports_a_missing_bus(scheme: str, rules: list[str]
 def test_network_outside_a_container_is_not_reported_as_shared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Outside a container, it is normal that the agent uses the machine's network."""
+    """Outside a container, it is normal for the agent to use the machine's network."""
     monkeypatch.setattr(network, "FIRST_PID_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
 
     assert not network.is_of_machine()
@@ -102,7 +103,7 @@ async def test_packet_filter_skips_an_invalid_address(url: str, rules: list[str]
 
 
 @pytest.mark.attack("a neighbour poses as the bus or a name server and never answers")
-async def test_unresponsive_name_server_does_not_block_file_access(
+async def test_hanging_packet_filter_lookup_does_not_block_the_thread_pool(
     monkeypatch: pytest.MonkeyPatch, rules: list[str]
 ) -> None:
     answered = threading.Event()

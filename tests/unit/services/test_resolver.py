@@ -41,7 +41,7 @@ def test_resolv_conf_that_already_lists_the_configured_name_servers_is_unchanged
     assert resolv_conf(before, ["192.0.2.1"]) == before
 
 
-def test_resolvectl_replacement_uses_the_agents_marker_for_the_bosh_dns_name_server() -> None:
+def test_resolvectl_replacement_marks_the_bosh_dns_name_server_like_the_agent() -> None:
     stand_in = ROOT / "stemcell_overlay/rootfs/opt/agent_shim/stand-ins/resolvectl"
 
     assert f"mark='{FIRST}'" in stand_in.read_text()
@@ -49,14 +49,14 @@ def test_resolvectl_replacement_uses_the_agents_marker_for_the_bosh_dns_name_ser
 
 @pytest.fixture
 def etc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Redirect all of this boot step's files to an empty directory, in which systemd is not installed."""
+    """Redirect the resolver's files to an empty directory, and pretend that systemd is not installed."""
     monkeypatch.setattr(resolver, "RESOLV_CONF", tmp_path / "resolv.conf")
     monkeypatch.setattr(resolver, "RESOLVED_DROP_IN", tmp_path / "resolved.conf.d/10-bosh.conf")
     monkeypatch.setattr(resolver, "SYSTEMD", tmp_path / "systemd")
     return tmp_path
 
 
-async def test_boot_step_writes_resolv_conf_once(etc: Path) -> None:
+async def test_resolver_boot_step_writes_only_valid_addresses_and_only_once(etc: Path) -> None:
     (etc / "resolv.conf").write_text(KUBELET)
 
     assert await resolver.write_servers(["192.0.2.1", "no address"]) is None

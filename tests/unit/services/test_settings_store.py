@@ -33,7 +33,7 @@ class Files:
         self.put(json.dumps({"agent_id": "a-1", "mbus": "nats://h:1", **members}))
 
     def put(self, text: str) -> None:
-        """Replace the source file atomically, so that it is never seen empty."""
+        """Replace the source file atomically so that it is never seen empty."""
         new = self.source.with_suffix(".new")
         new.write_text(text)
         new.rename(self.source)
@@ -49,7 +49,9 @@ def files(tmp_path: Path) -> Files:
     [None, "", "{", '{"agent_id": 7}', '{"agent_id": "a-1"}', '{"agent_id":"a-1","mbus":"nats://h'],
     ids=["absent", "empty", "half", "wrong type", "no bus", "cut"],
 )
-async def test_agent_waits_for_settings(files: Files, caplog: pytest.LogCaptureFixture, before: str | None) -> None:
+async def test_agent_waits_until_the_settings_are_valid(
+    files: Files, caplog: pytest.LogCaptureFixture, before: str | None
+) -> None:
     if before is not None:
         files.source.write_text(before)
     waiting = asyncio.ensure_future(files.store.wait())

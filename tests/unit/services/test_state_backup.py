@@ -1,4 +1,4 @@
-"""Tests the copy of the agent's state on the data volume, and what is restored from it to a new root file system."""
+"""Tests backing up the agent's state to the data volume and restoring it to a new root file system."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ async def start(paths: Paths, agent_id: str = "a-1") -> StateBackup:
 
 
 def content(name: str, text: str) -> str:
-    """Return the content of a backed-up file."""
+    """Return JSON to store in a backed-up file."""
     return json.dumps({name: text})
 
 
 def fill(paths: Paths, text: str = "x") -> dict[Path, str]:
-    """Write something into every backed-up file."""
+    """Write text into every backed-up file. Return the contents, keyed by path."""
     contents = {}
     for file in state_backup.backup_files(paths):
         file.path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ async def test_state_backup_does_not_copy_unchanged_files(paths: Paths, monkeypa
 async def test_state_backup_detects_changes_made_outside_the_agent(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, a CPI may write ``update_settings.json`` into a running container."""
+    """A CPI may write ``update_settings.json`` into a running container."""
     monkeypatch.setattr(state_backup, "POLL_S", 0.01)
     agent = await start(paths)
     watching = asyncio.create_task(agent.watch())
@@ -281,7 +281,7 @@ async def test_state_files_from_another_agent_on_the_root_file_system_are_set_as
     assert (paths.bosh / "set_aside/a-1/spec.json").read_text() == content("spec.json", "x")
 
 
-async def test_own_state_copy_replaces_another_agents_files_on_the_root_file_system(paths: Paths) -> None:
+async def test_own_state_copy_replaces_files_of_another_agent_on_the_root_file_system(paths: Paths) -> None:
     """Another agent's files may be part of the image."""
     fill(paths, "mine")
     await start(paths, "a-1")
@@ -355,7 +355,7 @@ async def test_same_container_is_recognized_without_a_stamp_by_pid_namespace_or_
     paths: Paths, restart: Restart, whose: str, damage: str | None
 ) -> None:
     """If one of the two stamps is valid, the PID namespace in it shows that the container is the same. If neither is, a
-    job process that is still running shows it.
+    job process that is still running is proof enough.
     """
     contents = fill(paths)
     await start(paths)
@@ -373,7 +373,7 @@ async def test_same_container_is_recognized_without_a_stamp_by_pid_namespace_or_
     assert found(paths) == contents
     assert not (paths.mirror / "set_aside").exists()
     restart()
-    assert not (await start(paths)).root_is_new  # The stamps have been rewritten.
+    assert not (await start(paths)).root_is_new  # This shows that the stamps were rewritten.
 
 
 async def test_new_container_restores_a_state_copy_without_a_stamp(paths: Paths, restart: Restart) -> None:
@@ -417,7 +417,7 @@ async def test_missing_state_file_is_restored_unless_the_agent_itself_deletes_su
     assert found(paths) == {path: text for path, text in contents.items() if path not in removed}
 
 
-async def test_state_stamp_that_cannot_be_written_is_written_later(paths: Paths, restart: Restart) -> None:
+async def test_failed_write_of_the_state_stamp_is_retried(paths: Paths, restart: Restart) -> None:
     paths.stamp.mkdir()
     agent = await start(paths)
     paths.stamp.rmdir()
@@ -460,7 +460,7 @@ async def test_state_update_before_recovery_keeps_the_copy(paths: Paths) -> None
     assert (paths.mirror / "spec.json").exists()
 
 
-async def test_forgetting_the_state_backup_removes_all_its_files(paths: Paths) -> None:
+async def test_forgetting_the_state_backup_removes_only_its_own_files(paths: Paths) -> None:
     """Files that the Go agent also uses are kept."""
     contents = fill(paths)
     await start(paths)

@@ -1,4 +1,4 @@
-"""Tests that the format of vitals is valid whatever the kernel reports, and that disks that do not respond time out."""
+"""Tests that vitals are valid whatever the kernel reports, and are not delayed by a disk that does not respond."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_cpu_vitals_are_averaged_over_ten_seconds(
     assert late["cpu"] == {"user": "75.0", "sys": "0.0", "wait": "0.0"}
 
 
-async def test_container_vitals_are_relative_to_the_containers_limits(paths: Paths, proc: Path, tmp_path: Path) -> None:
+async def test_container_vitals_are_relative_to_the_container_limits(paths: Paths, proc: Path, tmp_path: Path) -> None:
     """The machine's figures must not be reported, because they include other containers."""
     top = write(
         tmp_path / "cgroup",
@@ -170,7 +170,7 @@ async def test_vitals_never_contain_an_uptime_of_zero(paths: Paths, proc: Path, 
     assert uptime == {} if start_ticks == 10**15 else uptime["secs"] > 0
 
 
-async def test_vitals_contain_the_machines_uptime_if_pid_1_is_hidden(paths: Paths, proc: Path) -> None:
+async def test_vitals_contain_the_uptime_of_the_machine_if_pid_1_is_hidden(paths: Paths, proc: Path) -> None:
     (proc / "1/stat").unlink()
 
     uptime = (await Vitals(paths, lambda: False, proc=proc).sample())["uptime"]

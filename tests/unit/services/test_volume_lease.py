@@ -65,13 +65,13 @@ def lease(directory: Path) -> Lease:
 
 
 async def until_held(one: VolumeLeases, directory: Path) -> float:
-    """Retry until the lease is taken, and return how many seconds that took."""
+    """Retry until the lease is acquired, and return how many seconds that took."""
     begun_at = asyncio.get_running_loop().time()
     await until(lambda: not one.hold(directory))
     return asyncio.get_running_loop().time() - begun_at
 
 
-def test_lease_cannot_be_taken_from_an_agent_that_keeps_renewing_it(tmp_path: Path) -> None:
+def test_lease_cannot_be_acquired_from_an_agent_that_keeps_renewing_it(tmp_path: Path) -> None:
     volume = tmp_path / "private"
     first, second = leases(), leases("pod-0b", agent_id="a-1")
     assert first.hold(volume) == first.hold(volume) == ""
@@ -83,7 +83,7 @@ def test_lease_cannot_be_taken_from_an_agent_that_keeps_renewing_it(tmp_path: Pa
     assert first.renew(volume) == ""
 
 
-def test_lease_can_be_taken_after_a_failed_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_can_be_acquired_after_a_failed_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = leases()
 
     def fail(*_: object) -> bytes:
@@ -104,7 +104,7 @@ def test_lease_file_is_private_and_created_if_needed(tmp_path: Path) -> None:
     assert (tmp_path / "private" / volume_lease.NAME).stat().st_mode & 0o777 == 0o600
 
 
-def test_killed_agents_lease_is_taken_immediately(tmp_path: Path) -> None:
+def test_lease_of_a_killed_agent_is_acquired_immediately(tmp_path: Path) -> None:
     first, second = leases(), leases()
     first.hold(tmp_path)
     kill(first)
@@ -112,8 +112,8 @@ def test_killed_agents_lease_is_taken_immediately(tmp_path: Path) -> None:
     assert second.hold(tmp_path) == ""
 
 
-def test_lease_from_another_boot_is_taken_immediately_on_a_local_file_system(tmp_path: Path) -> None:
-    """LXD gives each start of a container a new boot id, so the lease seems to belong to another machine. On a local
+def test_lease_from_another_boot_is_acquired_immediately_on_a_local_file_system(tmp_path: Path) -> None:
+    """LXD gives a container a new boot id at each start, so the lease seems to belong to another machine. On a local
     file system, however, a free lock shows that the holder has exited.
     """
     first, second = leases(boot="start 1"), leases(boot="start 2")
@@ -138,7 +138,9 @@ def test_agent_waits_for_a_lease_from_another_boot_on_a_network_file_system(
     assert second.hold(tmp_path) == ""
 
 
-def test_agent_waits_for_another_machines_lease_to_expire(tmp_path: Path, without_locks: None, clock: Clock) -> None:
+def test_agent_waits_until_a_lease_from_another_machine_expires(
+    tmp_path: Path, without_locks: None, clock: Clock
+) -> None:
     """Only lease renewals show that an agent on another machine is still running."""
     first, second = leases("pod-0"), leases("pod-0", "kernel 2")
     first.hold(tmp_path)
@@ -153,7 +155,7 @@ def test_agent_waits_for_another_machines_lease_to_expire(tmp_path: Path, withou
     assert second.hold(tmp_path) == ""
 
 
-async def test_released_lease_can_be_taken_immediately(tmp_path: Path, without_locks: None) -> None:
+async def test_released_lease_can_be_acquired_immediately(tmp_path: Path, without_locks: None) -> None:
     first, second = leases("pod-0"), leases("pod-1", "kernel 2")
     first.hold(tmp_path)
     assert second.hold(tmp_path)
@@ -163,8 +165,8 @@ async def test_released_lease_can_be_taken_immediately(tmp_path: Path, without_l
     assert second.hold(tmp_path) == ""
 
 
-def test_waiting_agent_does_not_take_the_lease_while_its_holder_restarts(tmp_path: Path, clock: Clock) -> None:
-    """While an agent restarts, the lock is free for a moment, but its jobs still use the volume."""
+def test_waiting_agent_does_not_acquire_the_lease_while_its_holder_restarts(tmp_path: Path, clock: Clock) -> None:
+    """While an agent restarts, its lock is free for a moment, but its jobs still use the volume."""
     first, waiting = leases(), leases("pod-1")
     first.hold(tmp_path)
     assert waiting.hold(tmp_path)
@@ -194,7 +196,7 @@ async def test_suspended_agent_detects_that_its_lease_was_taken_over(tmp_path: P
     keeping.cancel()
 
 
-def test_replaced_agent_does_not_remove_its_successors_lease(tmp_path: Path, without_locks: None) -> None:
+def test_replaced_agent_does_not_remove_the_lease_of_its_successor(tmp_path: Path, without_locks: None) -> None:
     """If the replaced agent removed the lease, its successor would conclude that it had lost the lease, and exit as
     well.
     """
@@ -209,11 +211,11 @@ def test_replaced_agent_does_not_remove_its_successors_lease(tmp_path: Path, wit
     assert second.renew(tmp_path) == ""
 
 
-def test_lease_of_an_agent_killed_during_a_write_is_taken_immediately(
+def test_lease_of_an_agent_killed_during_a_write_is_acquired_immediately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent is killed after it has written its lease but before it truncates the file. The lease must still be
-    readable, although it is shorter than the one that it overwrites.
+    readable, although the file ends with a part of the previous, longer lease.
     """
 
     def killed(*_: object) -> None:
@@ -251,7 +253,7 @@ async def test_unreadable_lease_is_watched_until_it_expires(
     assert lease(tmp_path).host == "pod-0"
 
 
-def test_empty_lease_file_can_be_taken(tmp_path: Path) -> None:
+def test_empty_lease_file_can_be_acquired(tmp_path: Path) -> None:
     """Another agent has created the file but has not written a lease to it yet."""
     (tmp_path / volume_lease.NAME).touch()
 
@@ -291,11 +293,11 @@ def test_read_only_volume_needs_no_lease(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-async def test_lease_on_a_local_file_system_is_written_once(
+async def test_unchanged_lease_is_renewed_only_on_a_network_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_local: bool
 ) -> None:
-    """On a local file system, the lease is written again only if the file has changed, because another agent may have
-    changed it. On a network file system, it is renewed in each period.
+    """On a network file system, the lease is renewed in each period. On a local file system, it is renewed only if
+    the file has changed, which may mean that another agent has taken over the volume.
     """
     monkeypatch.setattr(mounts, "is_local", lambda _: is_local)
     one, beats = leases(), asyncio.Semaphore(0)
@@ -315,7 +317,7 @@ async def test_lease_on_a_local_file_system_is_written_once(
         return (await until(read)).count
 
     def read() -> Lease | None:
-        """Return the lease, or None in the middle of a write."""
+        """Return the lease, or None while it is being written."""
         with contextlib.suppress(msgspec.DecodeError):
             return lease(tmp_path)
         return None

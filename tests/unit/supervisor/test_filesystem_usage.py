@@ -33,8 +33,8 @@ def test_file_system_without_inodes_has_no_inode_usage(tmp_path: Path, monkeypat
 def test_filesystem_usage_of_a_device_is_measured_at_its_mount_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_device: bool, place: Path | str
 ) -> None:
-    """Any other path is opened first, and ``statvfs`` is called on the open descriptor, so that a job cannot swap in a
-    symlink between the device check and the measurement.
+    """A path that is not a device is opened first, and ``statvfs`` is called on the open descriptor. Otherwise, a job
+    could swap in a symlink between the device check and the measurement.
     """
     for device in ("disk", "unmounted"):
         (tmp_path / device).touch()
@@ -55,6 +55,6 @@ def test_filesystem_usage_of_a_device_is_measured_at_its_mount_point(
     assert asked == [tmp_path / place if is_device else str(tmp_path / place)]
 
 
-def test_missing_path_has_no_filesystem_usage(tmp_path: Path) -> None:
+def test_filesystem_usage_of_a_missing_path_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         usage(tmp_path / "absent")

@@ -14,7 +14,7 @@ ALL = ["Web", "db", "own"]
 
 
 class RecordingSupervisor:
-    """Records the requests that it receives. A service is ``done`` if the request waited for it, otherwise ``busy``."""
+    """Records requests. A service's state is ``done`` if the request waited for the service, otherwise ``busy``."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -73,7 +73,7 @@ async def send_request(obstacle: str = "", **request: Any) -> tuple[list[str], A
         ({"action": "boast", "names": ["db"]}, [], "cannot boast: unknown action"),
     ],
 )
-async def test_monit_api_sends_a_request_only_to_the_named_services(
+async def test_monit_api_applies_actions_to_selected_services_and_rejects_invalid_requests(
     request_: dict[str, Any], calls: list[str], services: list[str] | str
 ) -> None:
     assert await send_request(**request_) == (calls, services)

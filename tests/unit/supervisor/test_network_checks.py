@@ -1,4 +1,4 @@
-"""Tests requests and results of network checks. ``integration/test_network_checks.py`` connects to real listeners."""
+"""Tests network checks: requests and results. ``integration/test_network_checks.py`` connects to real listeners."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.serving import serving
         (r"\0x4", rb"\0x4"),
     ],
 )
-def test_network_checks_send_string_can_contain_any_byte(text: str, sent: bytes) -> None:
+def test_send_string_of_a_network_check_can_contain_any_byte(text: str, sent: bytes) -> None:
     assert network_checks.wire_text(text) == sent
 
 

@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def watch_of(path: Path, *tests: str, kind: str = "file") -> PathWatch:
-    """Create a watch for a path check with these tests, some of which may be ``ignore`` statements."""
+    """Create a watch for a path check with ``tests``, some of which may be ``ignore`` statements."""
     lines = [test if test.startswith("ignore") else f"if {test} then alert" for test in tests]
     (spec,) = plan([JobFile("job", "", "\n".join([f"check {kind} it with path {path}", *lines, ""]))])
     assert not spec.error, spec.error
@@ -63,7 +63,7 @@ def failure_texts(watch: PathWatch) -> list[str]:
         (f"failed checksum expect {hashlib.sha1(b'one' + bytes([10])).hexdigest()}", False),
     ],
 )
-def test_path_check_compares_a_value(path: Path, test: str, is_bad: bool) -> None:
+def test_path_check_fails_only_if_a_value_violates_the_rule(path: Path, test: str, is_bad: bool) -> None:
     assert fails(watch_of(path, test)) == [0] * is_bad
 
 
@@ -88,7 +88,7 @@ def test_change_check_compares_consecutive_cycles(path: Path, test: str) -> None
 def test_checksum_check_without_an_expected_value_compares_with_the_first_cycle(path: Path) -> None:
     watch = watch_of(path, "failed checksum")
     found = [fails(watch)]
-    for text in ("three\n", "one\n"):  # The sizes differ, because both writes may get the same timestamp.
+    for text in ("three\n", "one\n"):  # of different sizes, because both writes may get the same timestamp
         path.write_text(text)
         found.append(fails(watch))
 
@@ -147,7 +147,9 @@ def test_path_check_requires_the_matching_file_type(tmp_path: Path, kind: str) -
     assert found == {name: [f"{paths[name]} is not {nouns[kind]}"] for name in found}
 
 
-def test_path_check_does_not_read_content_through_a_jobs_symlink(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_check_does_not_read_content_through_a_symlink_owned_by_a_job(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A job could otherwise use a symlink to make root read any file. A rule about the size is still evaluated, because
     a file's size is not secret.
     """
@@ -257,7 +259,7 @@ def test_match_check_limits_the_findings_about_lines_that_do_not_match(path: Pat
     assert found == [False] * 64 + [True]
 
 
-def test_path_check_includes_monits_implicit_rules() -> None:
+def test_path_check_includes_implicit_monit_rules() -> None:
     (spec,) = plan([JobFile("job", "", "check fifo it with path /x\n if timestamp > 5 then alert\n")])
 
     assert [type(rule.test).__name__ for rule in spec.rules] == ["Limit", "WrongType", "Unreadable"]

@@ -91,7 +91,7 @@ def test_plan_leaves_connection_rules_to_the_rule_engine() -> None:
     assert len(spec.rules) == 1
 
 
-def test_plan_lists_ignored_statements_without_secrets() -> None:
+def test_plan_lists_ignored_statements_but_not_their_secrets() -> None:
     text = f"""
 set httpd port 2812 and allow admin:hidden
 {check("one", "alert someone@example.com")}
@@ -130,7 +130,9 @@ BOTH = ('start program "/bin/a"', 'stop program "/bin/b"')
     ],
 )
 def test_plan_determines_which_services_are_restartable(statements: tuple[str, ...], is_restartable: bool) -> None:
-    """As in monit, a service is restarted only if it can be started and stopped, and only if the file allows it."""
+    """As in monit, a service is not restarted if it is in passive mode, if its rule for a missing process only alerts,
+    or if it lacks a program that the restart needs.
+    """
     (spec,) = plan([JobFile("j", "", check("s", *statements))])
 
     assert spec.is_restartable is is_restartable
@@ -160,7 +162,7 @@ def test_monit_file_above_its_size_limit_fails_its_job() -> None:
 
 
 def test_duplicate_service_name_fails_the_later_job() -> None:
-    """With monit, neither job would be loaded. Service names are not case-sensitive."""
+    """Names that differ only in case count as duplicates. monit would load neither job."""
     files = [JobFile("one", "", check("web")), JobFile("two", "", check("WEB") + check("own"))]
 
     assert names(*files) == ["web", "two"]

@@ -67,7 +67,7 @@ def test_posix_regex_rejects_invalid_or_dangerous_patterns(pattern: str, complai
         posix_regex.compiled(pattern)
 
 
-def test_posix_regex_restores_the_threads_locale() -> None:
+def test_posix_regex_restores_the_locale_of_the_thread() -> None:
     libc = ctypes.CDLL(None)
     libc.uselocale.restype = ctypes.c_void_p
 
@@ -76,12 +76,12 @@ def test_posix_regex_restores_the_threads_locale() -> None:
         posix_regex.Pattern("a")
         return before, libc.uselocale(None)
 
-    with futures.ThreadPoolExecutor(1) as thread:  # a new thread has the process's locale
+    with futures.ThreadPoolExecutor(1) as thread:  # a new thread begins with the process's locale
         before, after = thread.submit(compiling).result()
     assert before == after
 
 
-def test_posix_regex_frees_a_deleted_patterns_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_posix_regex_frees_the_memory_of_a_deleted_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     freed: list[object] = []
     libc = posix_regex.library()
     free = libc.regfree
@@ -101,7 +101,7 @@ def test_posix_regex_frees_a_deleted_patterns_memory(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(x+x+)+y", ".*a.*b.*c.*d.*e", "(a|aa|aaa)*b", "a.{900}c"])
 def test_posix_regex_matches_hostile_texts_quickly(pattern: str) -> None:
-    """For these patterns, a backtracking matcher would need years for the first text.
+    """For these patterns, a backtracking matcher would need years for the first string.
 
     The agent anchors patterns, because otherwise the C library would try each start position in turn, which takes a
     thousand times as long.
@@ -135,8 +135,8 @@ def test_posix_regex_releases_the_gil_while_matching() -> None:
     assert matches < 50
 
 
-def c_library(pattern: str, texts: list[str]) -> list[bool] | None:
-    """Return which of the texts ``regcomp`` and ``regexec`` match, or None if the pattern is rejected."""
+def matches_of_c_library(pattern: str, texts: list[str]) -> list[bool] | None:
+    """Return whether the C library finds a match in each string, or None if it rejects the pattern."""
     library = ctypes.CDLL(None)
     compiled = ctypes.create_string_buffer(1024)
     if library.regcomp(compiled, pattern.encode(), REG_EXTENDED | REG_NOSUB):
@@ -146,8 +146,8 @@ def c_library(pattern: str, texts: list[str]) -> list[bool] | None:
     return found
 
 
-def found_by_ours(pattern: str, texts: list[str]) -> list[bool] | None:
-    """Return which of the texts our implementation matches, in the form in which ``c_library`` does.
+def matches_of_ours(pattern: str, texts: list[str]) -> list[bool] | None:
+    """Return whether our implementation finds a match in each string, or None if it rejects the pattern.
 
     Patterns with back references are skipped, because our implementation rejects them.
     """
@@ -174,7 +174,7 @@ def test_posix_regex_digit_after_an_escaped_backslash_is_not_a_back_reference(pa
     st.lists(st.text("abc-]1 {}()\\^$*.,=:", max_size=6), max_size=8),
 )
 def test_posix_regex_agrees_with_the_c_library(pattern: str, texts: list[str]) -> None:
-    assert found_by_ours(pattern, texts) == c_library(pattern, texts)
+    assert matches_of_ours(pattern, texts) == matches_of_c_library(pattern, texts)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library speaks another dialect")
@@ -182,4 +182,4 @@ def test_posix_regex_agrees_with_the_c_library(pattern: str, texts: list[str]) -
 def test_posix_regex_classes_match_the_c_library(name: str) -> None:
     characters = [chr(code) for code in range(1, 128)]
 
-    assert found_by_ours(f"[[:{name}:]]", characters) == c_library(f"[[:{name}:]]", characters)
+    assert matches_of_ours(f"[[:{name}:]]", characters) == matches_of_c_library(f"[[:{name}:]]", characters)

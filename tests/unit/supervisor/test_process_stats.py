@@ -66,7 +66,7 @@ def test_process_statistics_cover_the_process_tree_and_the_process_alone(stats: 
     assert (found.process.uptime_secs, found.started_at) == (100, 1e9 + 1000)
 
 
-def test_rule_failures_are_listed_in_monits_order_only_while_the_service_runs(stats: ProcessStats) -> None:
+def test_rule_failures_are_ordered_as_in_monit_and_listed_only_while_the_service_runs(stats: ProcessStats) -> None:
     up, down = stats.describe([service(), service(state=State.DOWN)])
 
     assert up.faults == ("Connection failed", "Resource limit matched")
@@ -155,7 +155,7 @@ def test_statistics_for_many_processes_are_read_in_a_thread(
 def test_process_statistics_in_an_answer_come_from_a_single_pass(
     stats: ProcessStats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A child from one pass over the process table could be missing from another, which would be an internal error."""
+    """A child found in one pass over the process table may be missing from another, which would cause an error."""
     go = threading.Event()
 
     def table() -> dict[int, proc.Stat]:

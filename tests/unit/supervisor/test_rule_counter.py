@@ -58,7 +58,7 @@ def test_percentages_in_rules_are_rounded_to_tenths() -> None:
 @pytest.mark.parametrize(
     ("every", "due"), [(1, [10.0, 20.1, 30.2, 65.0, 70.0, 80.0]), (2, [10.0, 30.2, 70.0]), (3, [10.0, 65.0])]
 )
-def test_check_with_every_n_cycles_skips_missed_cycles(every: int, due: list[float]) -> None:
+def test_check_that_runs_every_n_cycles_skips_missed_cycles(every: int, due: list[float]) -> None:
     cycles = Cycles(10.0, 10.0, every)
     times = (9.9, 10.0, 11.0, 20.1, 29.0, 30.2, 65.0, 69.9, 70.0, 80.0)
 

@@ -47,19 +47,19 @@ async def running(*services: Service) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def up(*services: Service) -> None:
-    """Start the services and wait until they run."""
+async def start_and_wait(*services: Service) -> None:
+    """Start the services and wait until they are running."""
     for service in services:
         service.start()
-        await service.has_left(frozenset(State) - {State.RUNNING})
+        await service.wait_to_leave(frozenset(State) - {State.RUNNING})
 
 
 @contextlib.asynccontextmanager
 async def started(machine: SimulatedMachine, spec: ProcessSpec = SPEC, **members: Any) -> AsyncIterator[Service]:
-    """Start a service and wait until it is up. It runs for the duration of the block."""
+    """Run a service for the duration of the block, which begins once the service is up."""
     service = service_on(machine, spec, **members)
     async with running(service):
-        await up(service)
+        await start_and_wait(service)
         yield service
 
 
@@ -160,7 +160,7 @@ async def test_retry_time_is_reported_only_while_a_restart_is_pending(
     async with running(service):
         service.start()
         assert service.retry_at is None
-        await service.has_left(frozenset({State.STARTING}))
+        await service.wait_to_leave(frozenset({State.STARTING}))
         await asyncio.sleep(0.1)
         now = asyncio.get_running_loop().time()
         assert service.retry_at == (None if seconds is None else pytest.approx(now - 0.1 + seconds))
@@ -227,17 +227,17 @@ async def test_out_of_memory_kill_is_counted_and_reported_as_the_exit_reason(
     how: Ending, was_oom: bool, by_limit: bool, killer: str
 ) -> None:
     events: list[Event] = []
-    bpm: Any = SimpleNamespace(was_killed_for_memory=lambda _: by_limit, start=None, last_words=no_output)
+    bpm: Any = SimpleNamespace(was_killed_for_memory=lambda _: by_limit, start=None, last_output=no_output)
     spec = replace(SPEC, start_call=CALL)
     service = service_on(
         machine := SimulatedMachine(how_ends=how), spec, was_oom=lambda: was_oom, notify=events.append, bpm=bpm
     )
     machine.appear()
     async with running(service):
-        await up(service)
+        await start_and_wait(service)
         bpm.start = never
         machine.end()
-        await service.has_left(frozenset({State.RUNNING}))
+        await service.wait_to_leave(frozenset({State.RUNNING}))
 
     record = service.record
     assert (record.oom_kills, sum(record.exits.values())) == (bool(killer), 1)
@@ -268,7 +268,7 @@ async def test_dependents_restart_with_their_service_unless_they_are_stopped(
     dependant = service_on(other := SimulatedMachine())
     service.dependants, dependant.prerequisites = [dependant], [service]
     async with running(service, dependant):
-        await up(service, dependant)
+        await start_and_wait(service, dependant)
         {"stopped": dependant.stop, "unmonitored": dependant.unmonitor}.get(before, lambda: None)()
         await asyncio.sleep(1)
         if by == "death":
@@ -320,13 +320,17 @@ async def test_rule_failures_are_cleared_when_the_monit_file_changes_its_rules()
     [({}, 2), ({"stop": None}, 1), ({"start": None}, 0), ({"mode": "passive"}, 1)],
 )
 @played
-async def test_rule_restarts_only_a_service_with_start_and_stop_programs(changes: dict[str, Any], after: int) -> None:
-    """As in monit, a rule's ``restart`` action has no effect on a process without both programs, or in passive mode."""
+async def test_rules_restart_only_active_services_with_start_and_stop_programs(
+    changes: dict[str, Any], after: int
+) -> None:
+    """As in monit, a rule's ``restart`` action has no effect if the service lacks a start or stop program or is in
+    passive mode.
+    """
     service = service_on(machine := SimulatedMachine(), replace(SPEC, **changes))
     if not service.spec.start:
         machine.appear()
     async with running(service):
-        await up(service)
+        await start_and_wait(service)
         machine.how_stops = "well"
         await service.react(Action("restart"), "Timeout", "too often")
         await asyncio.sleep(1)
@@ -342,7 +346,7 @@ async def test_program_that_cannot_run_is_reported(event: str) -> None:
     async with started(machine := SimulatedMachine(refuses=event), notify=events.append) as service:
         await service.react(Action("exec", CTL), "Timeout", "too often")
         service.stop()
-        await service.has_left(frozenset({State.STOPPING}))
+        await service.wait_to_leave(frozenset({State.STOPPING}))
 
     assert [(each.event, each.action, each.description) for each in events] == [
         ("Execution failed", "alert", f"cannot run {event}")
@@ -393,7 +397,7 @@ async def test_path_without_programs_is_monitored_and_restarts_its_dependents() 
             "file doesn't exist: it has no start program (disk full)",
         )
         machine.appear()
-        await up(dependant)
+        await start_and_wait(dependant)
         await asyncio.sleep(TIMING.settle + 2)
         assert (service.state, service.record.reason) == (State.RUNNING, "")
         await service.react(Action("restart"), "Size failed", "too large")
@@ -409,7 +413,7 @@ async def test_path_with_rules_is_reported_as_starting_until_first_checked(is_ch
     service = service_on(machine := SimulatedMachine(), replace(SPEC, kind="file", start=None, rules=(rule,)))
     machine.appear()
     async with running(service):
-        await up(service)
+        await start_and_wait(service)
         service.is_checked = is_checked
         assert service.reported == reported
 
@@ -423,7 +427,7 @@ async def test_new_process_with_a_port_rule_is_reported_as_starting_until_first_
     service = service_on(machine := SimulatedMachine(), replace(SPEC, rules=(Rule(Connection(port=1), ALERT),)))
     machine.appear()
     async with running(service):
-        await up(service)
+        await start_and_wait(service)
         service.is_checked = is_checked
         assert service.reported == ("running" if is_checked else "starting")
         await asyncio.sleep(2 * TIMING.cycle)
@@ -453,7 +457,7 @@ async def test_process_without_a_stop_program_receives_sigterm(monkeypatch: pyte
     service = service_on(machine := SimulatedMachine(), replace(SPEC, stop=None))
     sent: list[int] = []
     async with running(service):
-        await up(service)
+        await start_and_wait(service)
         assert machine.process is not None
         monkeypatch.setattr(machine.process, "send", sent.append)
         service.stop()
@@ -468,7 +472,7 @@ async def test_path_whose_start_program_cannot_run_is_reported_as_missing() -> N
     service = service_on(SimulatedMachine(refuses="Started"), replace(SPEC, kind="file"), notify=events.append)
     async with running(service):
         service.start()
-        await service.has_left(frozenset({State.STARTING}))
+        await service.wait_to_leave(frozenset({State.STARTING}))
 
     assert service.record.reason == "file doesn't exist: cannot run Started (disk full)"
     assert [each.event for each in events] == ["Does not exist"]
@@ -479,13 +483,13 @@ async def test_path_whose_start_program_cannot_run_is_reported_as_missing() -> N
 async def test_running_service_is_treated_as_missing_if_its_pidfile_names_no_process(
     changes: dict[str, Any], is_void: bool
 ) -> None:
-    """As in monit, such a process is treated as missing although it is running. A bpm process's pidfile is not checked,
-    because the agent writes the file itself.
+    """monit does the same, although the process is running. A bpm process's pidfile is not checked, because the agent
+    writes the file itself.
     """
     service = service_on(machine := SimulatedMachine(), replace(SPEC, **changes))
     machine.appear()
     async with running(service):
-        await up(service)
+        await start_and_wait(service)
         assert service.is_void() is is_void
         service.unmonitor()
         assert not service.is_void()
@@ -527,7 +531,7 @@ async def test_stop_deadline_does_not_apply_to_later_restarts() -> None:
     async with started(machine := SimulatedMachine()) as service:
         service.stop(StopRequest(by=asyncio.get_running_loop().time()))
         await asyncio.sleep(1)
-        await up(service)
+        await start_and_wait(service)
         service.bounce()
         await asyncio.sleep(1)
 
@@ -563,7 +567,7 @@ async def test_exit_in_the_same_event_loop_iteration_as_a_stop_is_not_reported()
 
 @pytest.mark.parametrize("by", [5.0, float("inf")])
 @played
-async def test_bpm_stop_uses_the_earlier_deadline_of_the_request_and_the_monit_file(by: float) -> None:
+async def test_bpm_stop_uses_the_earlier_of_the_request_and_monit_file_deadlines(by: float) -> None:
     asked: list[float] = []
 
     async def stop(_: BpmCall, by: float) -> None:
@@ -575,7 +579,7 @@ async def test_bpm_stop_uses_the_earlier_deadline_of_the_request_and_the_monit_f
     service = service_on(machine := SimulatedMachine(), replace(SPEC, stop_call=CALL), bpm=bpm, notify=events.append)
     machine.appear()
     async with running(service):
-        await up(service)
+        await start_and_wait(service)
         service.stop(StopRequest(by))
         await asyncio.sleep(1)
 

@@ -84,8 +84,8 @@ def test_state_names_shown_to_operators_have_not_changed_since_the_first_release
         (State.BROKEN, "failing"),
     ],
 )
-def test_each_state_maps_to_one_of_the_directors_process_states(state: State, text: str) -> None:
-    """There are only four process states, namely those that monit's flags can express."""
+def test_each_state_maps_to_a_process_state_that_the_director_knows(state: State, text: str) -> None:
+    """monit's flags can express only four process states."""
     assert reported(state) == text
     assert (text == "unknown") is (state not in MONITORED)
 

@@ -40,7 +40,7 @@ class Violation(Exception):  # noqa: N818 - a finding, not an error
 
 @dataclass(frozen=True)
 class ModelledService:
-    """A situation in the model: a service and its machine."""
+    """A situation in the model: the state of a service and of its processes on the machine."""
 
     state: State = State.STOPPED
     asked: str = "down"
@@ -65,7 +65,7 @@ class ModelledService:
             one = replace(one, process=False, starter=False, lost=one.lost + one.process + one.starter)
         if one.state is State.STOPPED and one.asked == "down" and (one.process or one.starter or one.lost):
             raise Violation(STOP)
-        # A failed stop is reported as an error to its caller, after which no request is pending.
+        # A failed stop is reported as an error to whoever requested it. After that, no request is pending.
         return replace(one, asked="left alone") if one.state is State.STUCK else one
 
     def after_requests(self, table: Table) -> Iterator[ModelledService]:
@@ -150,7 +150,7 @@ def violations(table: Table) -> set[str]:
 
 
 def reaching(leads: Mapping[ModelledService, Iterable[ModelledService]], state: State) -> set[ModelledService]:
-    """Return the situations from which some sequence of events leads to the state."""
+    """Return the situations from which some sequence of events leads to ``state``."""
     sources: dict[ModelledService, set[ModelledService]] = {}
     for world, targets in leads.items():
         for target in targets:

@@ -135,7 +135,7 @@ async def test_supervisor_state_is_not_saved_after_shutdown_began_or_a_successor
     assert saved_states(paths) == dict.fromkeys(("web", "db", "cache"), State.STARTING)
 
 
-async def test_missing_or_unreadable_supervisor_state_recovers_no_service(paths: Paths) -> None:
+async def test_no_service_is_recovered_from_missing_or_unreadable_supervisor_state(paths: Paths) -> None:
     for content in (None, b"", b'{"schema":2,"incarnation":"","is_wanted":false,"files":[],"services":{}}'):
         if content is not None:
             paths.supervisor_state.write_bytes(content)
@@ -207,8 +207,8 @@ async def test_invalid_monit_file_is_reported_once_per_error(paths: Paths) -> No
 
 
 async def test_start_and_stop_requests_determine_whether_the_supervisor_wants_jobs_to_run(paths: Paths) -> None:
-    """The supervisor wants jobs to run only if there are any. The next agent recovers ``is_wanted`` from the saved
-    state. A stop during container shutdown does not change ``is_wanted``.
+    """A start request without any jobs leaves ``is_wanted`` False. The next agent recovers ``is_wanted`` from the saved
+    state, and a stop during container shutdown does not change it.
     """
     before, after = (Supervisor(paths, notify=lambda _: None) for _ in range(2))
     before.hold()
@@ -254,8 +254,8 @@ async def test_start_during_a_stop_leaves_no_stop_marker(supervisor: Supervisor,
 async def test_remaining_processes_are_killed_before_the_stop_timeout(
     supervisor: Supervisor, paths: Paths, monkeypatch: pytest.MonkeyPatch, timeout: float, kill_after: float
 ) -> None:
-    """Time is reserved for the processes to exit after SIGKILL. It is a tenth of the stop timeout, but at least the
-    lesser of 1.5 s and half the timeout.
+    """A tenth of the stop timeout is reserved for processes to exit after SIGKILL, but at least 1.5 s or half the
+    timeout, whichever is shorter.
     """
     requests: list[StopRequest] = []
     now = asyncio.get_running_loop().time()

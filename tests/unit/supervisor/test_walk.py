@@ -2,7 +2,7 @@
 
 After any sequence of requests and events, the real service must be in the state that a simple model predicts. Processes
 and programs are simulated, and the clock jumps from timer to timer. The model has no transitions: it derives the state
-from the last request and the living processes.
+from the last request and the running processes.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Model:
     def look(self, state: State, now: float) -> None:
         """Update the model from the machine's state.
 
-        The service's ``state`` is used only to learn whether and how a stop has finished, and exactly when a process
+        Only two facts are derived from the service's ``state``: whether and how a stop has finished, and when a process
         became trusted.
         """
         machine = self.machine
@@ -167,14 +167,14 @@ class Walk:
         if not is_same_container:
             self.machine.kill_all()
         # The next agent does not wait for a running stop program, but carries out an unfinished stop again. If the
-        # monit file has become invalid, it does not even know the program.
+        # monit file has become invalid, the agent does not even know the stop program.
         self.machine.stopper = None
         self.service = self.made()
         self.service.resume(msgspec.json.decode(saved, type=ServiceRecord), is_same_container=is_same_container)
         self.running = asyncio.create_task(self.service.run())
 
     async def step(self, step: Step) -> None:
-        """Carry out a request or an event, then compare the service with the model."""
+        """Perform one step of the walk, such as a request or an exit, then compare the service with the model."""
         what, _, how = step.partition(" ")
         if step in PAUSES:
             await self.let_time_pass(PAUSES[step])
@@ -199,7 +199,7 @@ class Walk:
         elif step == "appear" and not (machine.is_there or machine.is_starting):
             machine.appear()
             model.look(self.service.state, asyncio.get_running_loop().time())
-            # The service polls for a process that it did not start.
+            # Wait until the service, which polls for processes that it did not start, has noticed this one.
             await asyncio.sleep(NOTICED)
         elif step == "agent dies":
             await self.next_agent(is_same_container=True)

@@ -27,7 +27,7 @@ BROKEN = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
 
 
 def mbus(**changes: str) -> Mbus:
-    """Return valid credentials with the given changes."""
+    """Return valid credentials in which the members in ``changes`` are replaced."""
     good = {"ca": AUTHORITY.ca, "certificate": OURS.certificate, "private_key": OURS.private_key}
     return Mbus(urls=(), **good | changes)
 
@@ -76,9 +76,9 @@ def test_tls_verification_matches_go() -> None:
     assert [ca["serialNumber"] for ca in context.get_ca_certs()] != []
 
 
-def test_old_tls_versions_and_renegotiation_are_rejected() -> None:
-    """The contexts set these options explicitly, because the TLS library's defaults may differ. The client also accepts
-    an intermediate CA as its trust anchor.
+def test_tls_contexts_set_version_and_verification_options_explicitly() -> None:
+    """The agent must not rely on the TLS library's defaults, which vary. Old TLS versions and renegotiation are
+    rejected, and the client accepts an intermediate CA as its trust anchor.
     """
     client, server = tls.client_context(mbus()), tls.server_context(mbus())
 
@@ -113,7 +113,9 @@ def test_tls_trusts_the_system_roots_if_the_ca_is_empty(tmp_path: Path, monkeypa
         ({"private_key": AUTHORITY.agent("x").private_key}, "the private key belongs to another certificate"),
     ],
 )
-def test_invalid_credentials_error_names_the_wrong_part(changes: dict[str, str], complaint: str) -> None:
+def test_invalid_credentials_error_names_the_wrong_part_but_not_its_content(
+    changes: dict[str, str], complaint: str
+) -> None:
     with pytest.raises(CredentialsError) as caught:
         tls.client_context(mbus(**changes))
 
@@ -144,7 +146,7 @@ def test_loading_a_private_key_leaves_no_file_behind(tmp_path: Path, monkeypatch
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_certificates_of_a_real_director_are_accepted() -> None:
+def test_certificates_like_those_from_a_director_are_accepted() -> None:
     """A Director's certificates have a 3072-bit RSA key and a three-letter country, which strict tools refuse to
     create.
     """
@@ -169,7 +171,7 @@ def test_certificates_of_a_real_director_are_accepted() -> None:
         ("", False),
     ],
 )
-def test_only_bus_server_names_are_accepted(name: str, is_good: bool) -> None:
+def test_tls_accepts_only_server_names_of_the_bus(name: str, is_good: bool) -> None:
     class Server:
         def getpeercert(self) -> dict[str, Any]:
             return {"subject": ((("countryName", "USA"),), (("commonName", name),)) if name else ()}

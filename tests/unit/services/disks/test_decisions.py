@@ -108,7 +108,7 @@ def test_disk_markers_determine_the_mount_points(
 
 
 def test_disk_is_used_before_the_instance_id_is_known() -> None:
-    """Until the first apply, the agent does not know its instance id, so it cannot compare it with the marker."""
+    """Until the first apply, the agent has no instance id to compare with the marker."""
     assert plan([marked("a", "store", instance="i-2")], on_store="", managed="", instance="") == Placement("a")
 
 
@@ -153,7 +153,7 @@ def test_mounting_an_unreadable_volume_fails() -> None:
 
 
 def test_mounted_disk_without_a_hint_is_not_replaced_by_the_previous_disk() -> None:
-    """The mounted disk no longer has a hint, so only the marker on its mount identifies it. The former disk has no
+    """The mounted disk no longer has a hint, so only the marker on its mount identifies it. The previous disk has no
     marker.
     """
     store = msgspec.structs.replace(STORE, marker=Marker("gone", "store"), is_mount=True)
@@ -171,8 +171,8 @@ def test_mounting_an_empty_disk_restores_only_a_previous_disk_that_was_not_unmou
     assert shown == ({"b": STORE.path} if is_unmounted else {"a": STORE.path, "b": TARGET.path})
 
 
-def test_disk_steps_do_not_take_a_lease_that_the_agent_already_has() -> None:
-    """If the agent planned to take a lease that it already has, it would plan this step again and again."""
+def test_disk_steps_do_not_acquire_a_lease_that_the_agent_already_holds() -> None:
+    """If the agent planned to acquire a lease that it already holds, it would plan this step again and again."""
     store = msgspec.structs.replace(STORE, shown={"a": True}, is_mount=True)
     view = View(store, TARGET, {"a": msgspec.structs.replace(marked("a", "store"), is_held=True)}, managed="a")
 
@@ -181,8 +181,8 @@ def test_disk_steps_do_not_take_a_lease_that_the_agent_already_has() -> None:
 
 @pytest.mark.parametrize("is_volume_missing", [True, False])
 def test_unmount_of_a_disk_without_a_marker_is_recorded_on_the_root_file_system(is_volume_missing: bool) -> None:
-    """Without the record, the disk would later be treated as mounted again, because the runtime's mount stays in place
-    or the missing volume returns with its old marker.
+    """Without the record, the disk would be treated as mounted if the runtime's mount stays in place, or if the missing
+    volume returns with its old marker.
     """
     store = msgspec.structs.replace(STORE, shown={"a": True}, is_mount=True)
     view = View(store, TARGET, {"a": absent("a") if is_volume_missing else unmarked("a")}, managed="a")
@@ -190,7 +190,7 @@ def test_unmount_of_a_disk_without_a_marker_is_recorded_on_the_root_file_system(
     assert Unclaim("a", is_managed=True) in steps_to_unmount(view, "a")
 
 
-def test_recorded_unmount_overrides_the_container_runtimes_mount() -> None:
+def test_recorded_unmount_overrides_the_mount_of_the_container_runtime() -> None:
     """The runtime's mount stays in place, and there is no marker on the volume to show that the disk was unmounted."""
     store = msgspec.structs.replace(STORE, shown={"a": True}, is_mount=True)
     view = View(store, TARGET, {"a": unmarked("a")})
@@ -206,8 +206,8 @@ def migrating(old: Disk, *, binds: bool = True) -> View:
 
 
 def test_disk_swap_marks_the_new_disk_before_it_unmarks_the_old_disk() -> None:
-    """If the agent is killed between the two markings, both disks claim the store, and the higher generation identifies
-    the copy.
+    """If the agent is killed after the first step, both disks are marked as the store. The marker with the higher
+    generation then identifies the copy.
     """
     steps = steps_to_swap(migrating(marked("a", "store", "b", generation=3)), "a", "b")
 

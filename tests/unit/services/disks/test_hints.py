@@ -43,7 +43,7 @@ def test_disk_path_is_derived_from_its_hint(hint: Any, place: str | None) -> Non
     assert disk.place == (Path(place) if place else None)
 
 
-def test_disk_hint_file_matches_the_go_agents_format(tmp_path: Path) -> None:
+def test_disk_hint_file_has_the_same_format_as_under_the_go_agent(tmp_path: Path) -> None:
     path = tmp_path / "persistent_disk_hints.json"
 
     hints.save(path, {"disk-b": hints.from_hint("disk-b", "/dev/sdz", ENV)})

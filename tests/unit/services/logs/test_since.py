@@ -62,7 +62,7 @@ def test_log_line_without_a_valid_timestamp_has_no_time(line: str) -> None:
     assert written_at(line.encode(errors="replace")) is None
 
 
-def test_log_line_without_a_timestamp_has_the_preceding_lines_time() -> None:
+def test_log_line_without_a_timestamp_gets_the_time_of_the_preceding_line() -> None:
     since = Since(NOON)
     lines = ["start", "2026-11-22T11:59:59Z old", "  old too", "2026-11-22T12:00:00Z new", "  new too"]
 
@@ -70,9 +70,7 @@ def test_log_line_without_a_timestamp_has_the_preceding_lines_time() -> None:
 
 
 @pytest.mark.parametrize(("changed_at", "is_wanted"), [(NOON - 1, False), (NOON, True)])
-def test_lines_in_a_log_file_without_timestamps_get_the_files_modification_time(
-    changed_at: float, is_wanted: bool
-) -> None:
+def test_lines_get_the_modification_time_of_a_log_file_without_timestamps(changed_at: float, is_wanted: bool) -> None:
     assert Since(NOON).is_wanted("a", b"up", lambda: changed_at) is is_wanted
 
 

@@ -166,7 +166,7 @@ def test_tail_shows_the_last_lines_and_then_new_lines(tmp_path: Path, clock: Clo
     follower.close()
 
 
-def test_tail_escapes_invalid_utf_8_and_keeps_json_valid() -> None:
+def test_tail_replaces_invalid_utf_8_and_keeps_json_valid() -> None:
     line = LogLine("web", "a.log", b'\xff\x00"')
 
     assert json.loads(line.as_json()) == {"logger": "job", "job": "web", "file": "a.log", "message": '\ufffd\0"'}
@@ -203,7 +203,7 @@ def test_tail_limits_files_per_job_without_excluding_other_jobs(
     share = tail.MAX_FILES // 2
     assert found[0] == f"evil/* | (only {share} files of this job are followed: it has more)"
     message = tail.LogLine("evil", "*", b"(only a few files are followed)")
-    assert abs(follower.changed_at(message) - time.time()) < 60  # so that `logs --since` prints the message
+    assert abs(follower.changed_at(message) - time.time()) < 60  # otherwise, `logs --since` would omit the message
     assert "good/x.log | theirs" in found
     assert len(found) == share + 2
     assert f"evil/{tail.MAX_FILES + 99}.log | noise" in found
@@ -213,7 +213,7 @@ def test_tail_limits_files_per_job_without_excluding_other_jobs(
 
 
 def test_tail_skips_holes_in_a_sparse_file(tmp_path: Path, clock: Clock) -> None:
-    """A job can create such a sparse file easily, but reading it would take hours."""
+    """A job can easily create a sparse file that would take hours to read."""
     follower = Follower(tmp_path, clock=clock)
     append(tmp_path / "evil/x.log", "first\n")
     assert new_output(follower, clock) == ["evil/x.log | first"]

@@ -54,7 +54,7 @@ def parse(text: str) -> BpmFile:
     return config.parse(text, origin="server/bpm.yml", job="server")
 
 
-def one(text: str) -> ProcessConfig:
+def parse_process(text: str) -> ProcessConfig:
     """Parse a bpm.yml that has one process with the keys in ``text``, and return this process."""
     lines = "".join(f"  {line}\n" for line in text.splitlines())
     (process,) = parse(f"processes:\n- name: p\n  executable: x\n{lines}").processes
@@ -73,7 +73,7 @@ def refusal(text: str) -> str:
 @pytest.mark.parametrize(("written", "limit"), [(1, 1), (0, None), (-1, None)])
 def test_bpm_process_limit_below_one_means_no_limit(written: int, limit: int | None) -> None:
     """runc treats values below one in the same way, and the kernel would reject -1."""
-    assert one(f"limits: {{processes: {written}}}").limits.processes == limit
+    assert parse_process(f"limits: {{processes: {written}}}").limits.processes == limit
 
 
 def test_every_bpm_key_is_parsed() -> None:
@@ -134,11 +134,11 @@ def test_bpm_config_uses_the_first_yaml_document() -> None:
 )
 def test_bpm_config_does_not_convert_text_values(written: str, expected: str) -> None:
     """Words such as ``yes`` or ``0x1f``, which most YAML parsers would convert, are kept. Null items are left out."""
-    assert " ".join(one(f"args: {written}").args) == expected
+    assert " ".join(parse_process(f"args: {written}").args) == expected
 
 
 def test_bpm_env_values_are_text() -> None:
-    assert one("env: {A: true, 5: 0x1f, yes: ~, ~: x, <<: {A: 1, B: 2}}").env == {
+    assert parse_process("env: {A: true, 5: 0x1f, yes: ~, ~: x, <<: {A: 1, B: 2}}").env == {
         "A": "true",
         "5": "0x1f",
         "yes": "",
@@ -166,8 +166,8 @@ def test_bpm_env_values_are_text() -> None:
         ("! '11'", True),
     ],
 )
-def test_bpm_flags_are_parsed(written: str, expected: bool) -> None:
-    assert one(f"ephemeral_disk: {written}").ephemeral_disk is expected
+def test_bpm_booleans_are_parsed(written: str, expected: bool) -> None:
+    assert parse_process(f"ephemeral_disk: {written}").ephemeral_disk is expected
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,8 @@ def test_bpm_flags_are_parsed(written: str, expected: bool) -> None:
     ],
 )
 def test_bpm_numbers_are_parsed(written: str, expected: int | None) -> None:
-    assert one(f"limits: {{open_files: {written}}}").limits.open_files == expected
-    assert one(f"limits: {{core_file_size: {written}}}").limits.core_file_size == expected
+    assert parse_process(f"limits: {{open_files: {written}}}").limits.open_files == expected
+    assert parse_process(f"limits: {{core_file_size: {written}}}").limits.core_file_size == expected
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_bpm_memory_sizes_are_parsed(written: str, expected: int | None) -> None
             f"processes:\n- {{name: a, executable: b, limits: {{memory: {written}}}}}"
         )
     else:
-        assert one(f"limits: {{memory: {written}}}").limits.memory == expected
+        assert parse_process(f"limits: {{memory: {written}}}").limits.memory == expected
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_bpm_memory_sizes_are_parsed(written: str, expected: int | None) -> None
     ["args", "env", "hooks", "capabilities", "limits", "additional_volumes", "unsafe", "shutdown_signal", "workdir"],
 )
 def test_null_value_in_a_bpm_config_means_the_default(key: str) -> None:
-    assert one(f"{key}: ~") == one("")
+    assert parse_process(f"{key}: ~") == parse_process("")
 
 
 def test_bpm_config_resolves_anchors_and_merges() -> None:
@@ -315,7 +315,7 @@ def test_invalid_bpm_config_is_rejected(text: str, expected: str) -> None:
 )
 def test_invalid_bpm_process_is_rejected(text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        one(text)
+        parse_process(text)
 
     assert str(refused.value).startswith("cannot read server/bpm.yml: line ")
     assert expected in str(refused.value)
@@ -324,7 +324,7 @@ def test_invalid_bpm_process_is_rejected(text: str, expected: str) -> None:
 @pytest.mark.attack("a reader finds arguments, values or signed URLs in an audit record or an error")
 def test_bpm_env_values_are_not_shown_in_errors() -> None:
     with pytest.raises(ConfigError) as refused:
-        one('env: {A: "secret\\0"}')
+        parse_process('env: {A: "secret\\0"}')
 
     assert "secret" not in str(refused.value)
 
@@ -386,6 +386,6 @@ def test_parsing_any_text_as_a_bpm_config_succeeds_or_raises_a_config_error(text
         ("/var/vcap/store/web/below", None),
     ],
 )
-def test_bpm_run_volume_must_be_below_vcap_and_not_be_one_of_the_jobs_directories(path: str, why: str | None) -> None:
+def test_bpm_run_volume_must_be_below_var_vcap_but_not_a_job_directory(path: str, why: str | None) -> None:
     with pytest.raises(ConfigError, match=re.escape(why)) if why else contextlib.nullcontext():
         config.check_volume(path, job="web")

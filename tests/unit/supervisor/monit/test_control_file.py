@@ -19,7 +19,7 @@ def read(base: Path, text: str) -> control_file.Control:
     return control_file.read(path)
 
 
-def test_stemcells_monit_control_file_is_read(tmp_path: Path) -> None:
+def test_monit_control_file_in_a_stemcell_is_read(tmp_path: Path) -> None:
     """Like monit, the agent reads included files in descending order of their names. The names begin with numbers that
     descend from the first job to the last, so the result is the manifest's order.
     """
@@ -96,7 +96,9 @@ def test_monit_control_file_error_contains_no_password(tmp_path: Path) -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_monit_control_file_skips_only_the_invalid_include(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_monit_control_file_skips_only_the_invalid_statement_in_an_include(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "a.conf").write_text("set daemon ten\nset alert a@b\n" + CHECK.format("web"))
     found = read(tmp_path, f"set daemon 7\ninclude {tmp_path}/*.conf\ninclude {tmp_path}/none/*\n")
 

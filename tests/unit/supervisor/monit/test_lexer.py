@@ -20,7 +20,7 @@ from agent_shim.supervisor.monit.lexer import (
 
 
 def words(text: str) -> list[str]:
-    """Return keywords as they are and values as ``KIND:value``, without the end token."""
+    """Return the tokens in ``text``: keywords as they are, values as ``KIND:value``, and no end token."""
     return [f"{token.kind}:{token.value}" if token.value else token.kind for token in lex(text)[:-1]]
 
 

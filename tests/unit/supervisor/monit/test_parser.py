@@ -120,7 +120,7 @@ def test_parser_reads_all_kinds_of_checks(text: str, expected: Check) -> None:
     assert parse(text).services == (expected,)
 
 
-def test_host_checks_address_is_the_default_for_its_connections() -> None:
+def test_connection_tests_default_to_the_address_of_the_host_check() -> None:
     (check,) = parse('check host a with address "10.0.0.1" if failed port 80 then alert').services
 
     assert (check.address, [rule.test for rule in check.rules]) == ("10.0.0.1", [Connection("10.0.0.1", 80)])
@@ -264,7 +264,7 @@ def test_converging_dependencies_are_checked_quickly() -> None:
 
 
 def test_parser_reports_all_errors_in_a_file_at_once() -> None:
-    """After an error, parsing resumes at the next statement that begins a line, so that one error causes no others."""
+    """Parsing resumes at the next statement that begins a line, because one error would otherwise cause others."""
     text = """check process web with pidfile run/web.pid
   start program "/bin/true"
   if totalmem > 5 GB for 2 cycles then start
@@ -327,7 +327,7 @@ def test_parser_reports_at_most_twenty_errors() -> None:
         "check a pidfile /p\nalert a@b { uid } mail-format { message: x y } reminder 5",
     ],
 )
-def test_parser_keeps_ignored_statements_unchanged(text: str) -> None:
+def test_parser_keeps_ignored_statements_without_noise_words(text: str) -> None:
     (ignored,) = parse(f"{text}\n").ignored
 
     assert ignored.statement.replace("\n", " ") == text.removeprefix("check a pidfile /p\n").replace("\n", " ")

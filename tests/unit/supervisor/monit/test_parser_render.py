@@ -121,7 +121,7 @@ RATE = st.tuples(st.integers(1, 64), st.integers(1, 64)).map(lambda pair: Rate(m
 
 
 def limit(metric: str) -> SearchStrategy[Limit]:
-    """Generate limits that a monit file can express for this metric."""
+    """Generate limits for ``metric`` that a monit file can express."""
     percent = st.builds(Limit, st.just(metric), OPERATOR, NUMBER, st.just(True))
     amount = st.builds(lambda number, unit: number * unit, NUMBER | REAL, UNITS)
     if metric.startswith("loadavg"):

@@ -1,4 +1,4 @@
-"""Tests parsing rules: tests, rates, actions, recovery, and programs with their users."""
+"""Tests how rules are parsed: tests, rates, actions, recovery, and programs with their users."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_invalid_rule_is_rejected(text: str, expected: str) -> None:
     ],
 )
 def test_unsupported_rules_are_listed_as_ignored(kind: str, text: str) -> None:
-    """An unsupported rule is parsed to its end, so that the options after it are found."""
+    """An unsupported rule is parsed to its end so that the options after it are found."""
     (check,) = (file := parser.parse(f"{HEADS[kind]} {text} group b", origin="x")).services
 
     assert (check.rules, check.groups) == ((), ("b",))

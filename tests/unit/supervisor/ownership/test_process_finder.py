@@ -21,7 +21,7 @@ from agent_shim.supervisor.plan import ProcessSpec
 
 
 @pytest.mark.parametrize(("is_alive", "ended"), [(True, set()), (False, {77})])
-async def test_start_programs_exit_is_recorded(tmp_path: Path, is_alive: bool, ended: set[int]) -> None:
+async def test_start_program_exit_is_recorded(tmp_path: Path, is_alive: bool, ended: set[int]) -> None:
     finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
     finder.program = cast("Any", SimpleNamespace(is_alive=is_alive, identity=(77, 5)))
     recorded: list[object] = []
@@ -88,7 +88,7 @@ async def test_pidfile_alone_identifies_the_process_if_the_service_has_no_start_
     is_only_named: bool | None,
     relation: list[Tie],
 ) -> None:
-    """A ``pid`` of 0 is replaced with the agent's own. Neither the agent nor a zombie is accepted."""
+    """Neither a zombie nor the agent is accepted. In the parameters, a ``pid`` of 0 stands for the agent's pid."""
     (tmp_path / "pid").write_text(str(pid or os.getpid()))
     monkeypatch.setattr(proc, "stat", lambda number: proc.Stat(number, state, 0, number, number, 0, 80, 0))
     traces, spec = ProcessRecord(), ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"), start=start)
@@ -160,7 +160,7 @@ class Handle:
 
 
 async def test_each_process_handle_is_released_only_once() -> None:
-    """If the start program has become the service's process, both are the same process and share one handle."""
+    """If the start program has become the service's process, they are the same process and share one handle."""
     calls: list[str] = []
     finder = ProcessFinder(cast("Any", None), Timing(), lambda: None)
     finder.program, finder.process = cast("Any", Handle("program", calls)), cast("Any", Handle("process", calls))
@@ -177,7 +177,7 @@ async def test_each_process_handle_is_released_only_once() -> None:
 
 
 async def test_exited_process_is_removed_from_its_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pidfile is remembered, so that it cannot identify a new process that gets the same pid."""
+    """The pidfile is remembered so that it cannot identify a new process that gets the same pid."""
     monkeypatch.setattr(proc, "stat", lambda _: None)
     (tmp_path / "pid").write_text("7")
     spec = ProcessSpec(name="web", job="web", pidfile=str(tmp_path / "pid"))
@@ -217,8 +217,10 @@ WAITING = object()
 async def test_start_fails_as_soon_as_no_process_can_appear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, status: int | None, linger: float, why: object
 ) -> None:
-    """A process may still appear for a while after the start program has exited, and while its pidfile names a
-    running process.
+    """A pidfile that names the exited start program fails the start immediately. Any other failure is reported only
+    after the lingering time.
+
+    If the start program succeeds without writing a pidfile, the process may still appear.
     """
     (tmp_path / "pid").write_text(named)
     monkeypatch.setattr(proc, "stat", {2: proc.Stat(2, "Z", 0, 1, 1, 0, 1, 0)}.get)

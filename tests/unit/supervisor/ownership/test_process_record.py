@@ -62,7 +62,7 @@ def test_pidfile_is_new_if_it_differs_from_the_one_before_the_start() -> None:
     assert (record.program, record.begun, record.before) == (PROGRAM, 80, old)
 
 
-def test_pidfile_record_has_the_files_time_and_owner(tmp_path: Path) -> None:
+def test_pidfile_is_recorded_with_its_time_and_owner(tmp_path: Path) -> None:
     path = tmp_path / "pid"
     path.write_text("12")
     os.utime(path, ns=(0, 1_500_000_000_000_000_000))
