@@ -1,4 +1,4 @@
-"""Upgrades from the last revision in which the agent started jobs without a keeper process. The jobs keep running."""
+"""Tests that jobs keep running during upgrades from the last revision that started jobs without a keeper process."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def former(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def left(world: JobTree, former: Path) -> tuple[int, int]:
-    """Start a job with an agent from the ``former`` revision, then kill the agent. Return the pids of the job's
-    process and its child.
+    """Start a job with an agent from the last revision without keepers, then kill the agent.
+
+    Return the pids of the job's process and its child.
     """
     child = world.base / "child"
     jobs = [world.job("web", f"sleep 600 & echo $! >{child}; echo $$ >$pidfile; {LASTING}", "exit 0", timeout=1)]
@@ -85,8 +86,8 @@ async def test_job_from_an_agent_without_keepers_gets_a_keeper_at_its_next_start
 
 @pytest.mark.root
 async def test_detached_daemon_started_by_an_agent_without_keepers_is_stopped(world: JobTree, former: Path) -> None:
-    """The daemon has left its session and cleared its environment, and its parent has exited, so the new
-    agent can find it only through the cgroup in which the old agent placed the job.
+    """The daemon has left its session and cleared its environment, and its parent has exited. The new agent can find
+    the daemon only through the cgroup in which the old agent placed the job.
     """
     if not job_cgroups.hierarchies():
         pytest.skip("no cgroups here")

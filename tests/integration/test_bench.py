@@ -1,4 +1,4 @@
-"""``./dev bench`` with fake benchmarks, and with a failing program instead of an agent."""
+"""Tests ``./dev bench`` with fake benchmarks, and with a failing program instead of an agent."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ async def test_failing_benchmark_keeps_its_figures_and_does_not_stop_other_bench
 
 
 async def test_benchmark_reports_the_output_of_an_agent_that_exits_immediately() -> None:
-    with pytest.raises(HostError, match="it has ended: no such bus"):
+    with pytest.raises(HostError, match="it has exited: no such bus"):
         async with world("sh -c 'echo no such bus >&2; exit 1'") as w:
             await w.start_agent()

@@ -1,5 +1,5 @@
-"""Where blobs are fetched from and in which order, when downloads are retried, and how missing or corrupt blobs are
-reported.
+"""Tests where blobs are fetched from and in which order, when downloads are retried, and how missing or corrupt blobs
+are reported.
 """
 
 from __future__ import annotations
@@ -194,8 +194,10 @@ async def test_full_disk_fails_a_download_without_a_retry(
 # --- storing ----------------------------------------------------------------------------------------------------------
 
 
-async def test_upload_to_a_signed_url_is_not_retried(server: BlobServer, blobs: Blobs, tmp_path: Path) -> None:
-    """As in the Go agent, the caller has to retry the request, because only the caller knows the blob id."""
+async def test_upload_to_a_signed_url_sends_extra_headers_and_is_not_retried(
+    server: BlobServer, blobs: Blobs, tmp_path: Path
+) -> None:
+    """As in the Go agent, the caller has to retry the request."""
     (tmp_path / "file").write_bytes(b"result")
     assert await blobs.put(tmp_path / "file", f"{server.url}/new?sig=x", {"x-ms-blob-type": "blockblob"}) == ""
     server.plan = ["500"]

@@ -1,4 +1,4 @@
-"""Actions that upload and download blobs with the stemcell's ``bosh-blobstore-*`` commands."""
+"""Tests actions that upload and download blobs with the stemcell's ``bosh-blobstore-*`` commands."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ SOURCE = archive({"packaging": "echo compiled >$BOSH_INSTALL_TARGET/result"})
 DIGEST = hashlib.sha1(SOURCE).hexdigest()
 
 
-def left(world: LocalAgent) -> list[str]:
+def remaining_files(world: LocalAgent) -> list[str]:
     """Return the names of the files and hidden directories that remain in the temporary directory."""
     return [path.name for path in world.paths.tmp.iterdir() if path.is_file() or path.name.startswith(".")]
 
@@ -98,7 +98,7 @@ async def test_command_blobstore_stores_and_fetches_packages_and_logs(tmp_path: 
         assert len(list(store.iterdir())) == 4
         config = world.paths.bosh_etc / f"blobstore-{provider}.json"
         assert stat.S_IMODE(config.stat().st_mode) == 0o600
-        assert left(world) == []
+        assert remaining_files(world) == []
 
 
 async def test_new_blobstore_options_apply_without_a_restart(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ async def test_new_blobstore_options_apply_without_a_restart(tmp_path: Path) -> 
         said = await world.error(*compiling)
         assert "Shelling out to bosh-blobstore-azure-storage cli: it ended with code 1: 403" in said
 
-        # First the CPI changes its settings.
+        # First, the CPI provides new blobstore options.
         path = tmp_path / "settings-source.json"
         document = json.loads(path.read_text())
         document["env"]["bosh"]["blobstores"][0]["options"] = OPTIONS["azure-storage"]
@@ -122,7 +122,7 @@ async def test_new_blobstore_options_apply_without_a_restart(tmp_path: Path) -> 
         await world.agent.settings.refreshed()
         await world.value(*compiling)
 
-        # Then the Director changes them, and its settings take precedence.
+        # Then the Director sends blobstore options, which take precedence over the CPI's.
         news = [{"provider": "gcs", "options": options | {"json_key": "wrong"}}]
         await world.value("update_settings", {"blobstores": news, "trusted_certs": "", "disk_associations": []})
         assert "bosh-blobstore-gcs" in await world.error(*compiling)
@@ -203,4 +203,4 @@ async def test_command_blobstore_works_with_an_s3_store(tmp_path: Path) -> None:
             assert "Shelling out to bosh-blobstore-s3 cli: it ended with code 1: cannot get:" in said
             assert "404" in said
             assert "s3cr3t-k3y" not in said
-            assert left(world) == []
+            assert remaining_files(world) == []

@@ -1,4 +1,4 @@
-"""Actions with the Director's default blobstore: a real nginx with DAV, passwords and signed URLs."""
+"""Tests actions with the Director's default blobstore, which is a real nginx with DAV, passwords and signed URLs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def is_installed(world: LocalAgent) -> bool:
     return result.read_text() == "compiled\n" and (world.paths.jobs / "web/bin/run").is_file()
 
 
-def left(world: LocalAgent) -> list[Path]:
+def remaining_files(world: LocalAgent) -> list[Path]:
     return [path for path in world.paths.tmp.iterdir() if path.is_file() or path.name.startswith(".")]
 
 
@@ -91,7 +91,7 @@ async def test_dav_blobstore_with_tls_and_password_stores_and_installs_packages(
     assert await world.value("sync_dns", "records", sha1(RECORDS), 3) == "synced"
     methods = [method for method, status in server.requests() if status < 300]
     assert (methods.count("GET"), methods.count("PUT")) == (4, 2)
-    assert left(world) == []
+    assert remaining_files(world) == []
 
 
 async def test_dav_blobstore_with_signed_urls_works_without_a_password(tmp_path: Path, server: Nginx) -> None:
@@ -124,7 +124,7 @@ async def test_dav_blobstore_with_signed_urls_works_without_a_password(tmp_path:
         names = {"signed_url": server.signed("GET", "records"), "multi_digest": sha1(RECORDS), "version": 3}
         assert await world.value("sync_dns_with_signed_url", names) == "synced"
         assert {status for _, status in server.requests()} <= {200, 201, 204}
-        assert left(world) == []
+        assert remaining_files(world) == []
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ async def test_error_for_a_rejected_signed_url_contains_only_host_and_status(
     assert f"Error executing PUT, response was {status} from {server.host}" in said
     assert "st=" not in said
     assert "/signed/" not in said
-    assert left(world) == []
+    assert remaining_files(world) == []
 
 
 async def test_wrong_dav_password_or_ca_is_reported_and_can_be_replaced_without_a_restart(

@@ -1,4 +1,4 @@
-"""Each blobstore provider with a real directory, a real server or a real command."""
+"""Tests each blobstore provider with a real directory, a real server or a real command."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ async def content(store: Provider, blob_id: str = ID) -> bytes:
 async def test_local_blobstore_stores_and_returns_blobs(
     paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A blob is synced to disk before it is renamed, so that a crash cannot leave an empty file under its final
-    name.
-    """
+    """A blob is synced to disk before it is renamed. Otherwise, a crash could leave an empty file under its name."""
     (tmp_path / "file").write_bytes(b"data")
     synced: list[tuple[int, bool]] = []
     target = tmp_path / "store" / ID
@@ -88,7 +86,7 @@ async def test_local_blobstore_stores_and_returns_blobs(
 async def test_local_blobstore_reports_a_full_disk_and_removes_the_file(paths: Paths, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(200_000))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # stands in for a full disk
     try:
         with pytest.raises(HostError, match=f"^cannot write {tmp_path}/store/{ID}: File too large$"):
             await made(paths, "local", blobstore_path=str(tmp_path / "store")).put(ID, tmp_path / "file")
@@ -135,9 +133,7 @@ async def test_local_blob_must_be_a_regular_file(paths: Paths, tmp_path: Path, w
 # --- dav --------------------------------------------------------------------------------------------------------------
 
 
-async def test_dav_path_begins_with_the_first_byte_of_the_ids_sha1(
-    paths: Paths, tmp_path: Path, transfer: Transfer
-) -> None:
+async def test_dav_blobstore_stores_and_returns_blobs(paths: Paths, tmp_path: Path, transfer: Transfer) -> None:
     (tmp_path / "file").write_bytes(b"data")
     async with http_server() as server:
         server.user = "agent:päss:word"
@@ -154,7 +150,7 @@ async def test_dav_path_begins_with_the_first_byte_of_the_ids_sha1(
         assert await content(store) == b"data"
 
 
-async def test_dav_without_a_user_sends_no_credentials(paths: Paths, transfer: Transfer) -> None:
+async def test_dav_without_a_user_escapes_the_path_and_sends_no_credentials(paths: Paths, transfer: Transfer) -> None:
     async with http_server() as server:
         store = made(paths, "dav", transfer, endpoint=server.url, user=None, password=None)
         with pytest.raises(BlobError):
@@ -254,7 +250,7 @@ async def test_cancelled_blobstore_command_is_killed_with_its_children(paths: Pa
     assert list(paths.tmp.iterdir()) == []
 
 
-@pytest.mark.attack("a blobstore sends data without end")
+@pytest.mark.attack("a blobstore sends endless data")
 async def test_endless_blobstore_command_output_is_not_kept_in_memory(paths: Paths) -> None:
     program(paths, "head -c 64000000 /dev/zero | tr '\\0' x >&2; echo the end; exit 1")
     tracemalloc.start()
@@ -290,7 +286,7 @@ async def test_dummy_blobstore_accepts_uploads_and_returns_no_blob(paths: Paths,
         ({}, ""),
     ],
 )
-def test_blobstore_ca_is_read_from_the_directors_options(options: dict[str, Any], ca: str) -> None:
+def test_blobstore_ca_is_read_from_the_tls_options(options: dict[str, Any], ca: str) -> None:
     assert trusted_ca(Blobstore("x", options)) == ca
 
 

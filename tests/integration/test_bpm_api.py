@@ -1,4 +1,4 @@
-"""The ``bpm`` command's requests, sent to an agent with a real process that is configured in a bpm.yml."""
+"""Tests the ``bpm`` command's requests, sent to an agent with a real process that is configured in a bpm.yml."""
 
 from __future__ import annotations
 

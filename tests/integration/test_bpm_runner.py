@@ -1,4 +1,4 @@
-"""Real processes that the supervisor starts from bpm.yml files in a scratch tree, at different isolation levels."""
+"""Tests real processes that a supervisor starts from bpm.yml files in a scratch tree, at different isolation levels."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def job(world: JobTree, script: str, more: str = "", name: str = "web") -> JobFi
     )
 
 
-async def weaken(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
-    """Use this isolation level, or the container's own level if that is weaker."""
+async def limit_isolation(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
+    """Use isolation level ``level``, or the container's own level if that is weaker."""
     found = await sandbox.isolation()
     monkeypatch.setattr(sandbox, "isolation", AsyncMock(return_value=found._replace(level=max(level, found.level))))
 
@@ -87,7 +87,7 @@ def output(world: JobTree, stream: str = "stdout") -> str:
     return (world.paths.sys / f"log/web/web.{stream}.log").read_text()
 
 
-async def said(world: JobTree, text: str) -> None:
+async def until_printed(world: JobTree, text: str) -> None:
     path = world.paths.sys / "log/web/web.stdout.log"
     await until(lambda: path.exists() and text in path.read_text(), text)
 
@@ -100,11 +100,11 @@ async def test_bpm_process_runs_with_the_context_that_bpm_documents(
     more = "  env: {NAME: value, LANG: C}\n  ephemeral_disk: true\n  limits: {open_files: 123}\n"
     if (await sandbox.isolation()).level > level:
         pytest.skip("this container does not allow it")
-    await weaken(monkeypatch, level)
+    await limit_isolation(monkeypatch, level)
     file = job(world, f"ulimit -n; {script}", more)
     async with world.supervising(file) as supervisor:
         found = await in_state(supervisor, "web", "running")
-        await said(world, "ready")
+        await until_printed(world, "ready")
 
         lines = output(world).splitlines()
         home = world.paths.data / "web"
@@ -128,13 +128,13 @@ async def test_bpm_process_runs_with_the_context_that_bpm_documents(
 async def test_bpm_stop_signals_the_process_and_kills_its_children(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, number: str, more: str
 ) -> None:
-    await weaken(monkeypatch, 3)
+    await limit_isolation(monkeypatch, 3)
     child_of = "env -i setsid sleep 601"
     trap = f"trap 'sleep 0.1; echo bye; exit 0' {number}"
     file = job(world, f"{child_of} & {trap}; echo ready; while :; do sleep 0.05; done", more)
     async with world.supervising(file) as supervisor:
         pid = (await in_state(supervisor, "web", "running")).pid
-        await said(world, "ready")
+        await until_printed(world, "ready")
         below = proc.descent(proc.children(proc.table()), [pid])
         child = await until(
             lambda: next((each for each in below if proc.command_line(each) == "sleep 601"), 0), "a child"
@@ -160,14 +160,14 @@ async def test_bpm_process_that_ignores_sigterm_gets_sigquit_then_sigkill(
 
     async def wait_for_name(self: Process) -> int | None:
         if has_time and unsaid:
-            await said(world, unsaid.pop(0))
+            await until_printed(world, unsaid.pop(0))
             raise TimeoutError
         return await wait(self)
 
     async with world.supervising() as supervisor:
         await supervisor.configure([file])
         pid = (await supervisor.bpm.start(START)).pid
-        await said(world, "ready")
+        await until_printed(world, "ready")
         monkeypatch.setattr(Process, "wait", wait_for_name)
         async with asyncio.timeout(60):
             await supervisor.bpm.stop(START, by=float("inf") if has_time else time.monotonic())
@@ -184,7 +184,7 @@ async def test_bpm_process_that_ignores_sigterm_gets_sigquit_then_sigkill(
 async def test_bpm_process_started_by_a_script_is_adopted(
     world: JobTree, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await weaken(monkeypatch, level)
+    await limit_isolation(monkeypatch, level)
     file = job(world, "echo started; exec sleep 600")
     async with world.supervising() as supervisor:
         first = await supervisor.bpm.start(START)
@@ -195,14 +195,14 @@ async def test_bpm_process_started_by_a_script_is_adopted(
         found = await in_state(supervisor, "web", "running")
 
         assert found.pid == first.pid
-        await said(world, "started")
+        await until_printed(world, "started")
         assert output(world) == "started\n"
         await supervisor.stop(wait=True)
         assert not is_alive(first.pid)
 
 
 def cgroups_of(world: JobTree) -> list[str]:
-    """Return the names of the cgroups for the jobs in this scratch tree."""
+    """Return the names of the job cgroups for the scratch tree ``world``."""
     ending = f"@{world.base}".replace("/", "%2f")
     tops = [job_cgroups.parent_of_job_cgroups(hierarchy) / "agent_shim" for _, hierarchy in job_cgroups.hierarchies()]
     return [each.name for top in tops if top.is_dir() for each in top.iterdir() if each.name.endswith(ending)]
@@ -212,7 +212,7 @@ async def test_bpm_errand_returns_its_exit_code_and_leaves_no_process(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The errand's children must be killed even if its init died first. At isolation level 3, they survive the init."""
-    await weaken(monkeypatch, 3)
+    await limit_isolation(monkeypatch, 3)
     job(world, "setsid sleep 602 & echo $!; exit 3")
     async with world.supervising() as supervisor:
         bpm = supervisor.bpm
@@ -226,9 +226,16 @@ async def test_bpm_errand_returns_its_exit_code_and_leaves_no_process(
         assert await bpm.run(START, [], {}) not in (0, 3)
         assert not is_alive(int((world.paths.data / "web/tmp/left").read_text()))
 
-        job(world, "echo started; exec sleep 600")
+
+async def test_bpm_run_does_nothing_while_the_process_is_running(
+    world: JobTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await limit_isolation(monkeypatch, 3)
+    job(world, "echo started; exec sleep 600")
+    async with world.supervising() as supervisor:
+        bpm = supervisor.bpm
         await bpm.start(START)
-        await said(world, "started")
+        await until_printed(world, "started")
         before = output(world)
         assert await bpm.run(START, [], {}) == 0
         assert output(world) == before
@@ -240,7 +247,7 @@ async def test_children_of_a_dead_bpm_process_are_killed_before_the_next_start(
     """Without a PID namespace, a killed init's children survive and could still listen on the port that the new process
     needs.
     """
-    await weaken(monkeypatch, 3)
+    await limit_isolation(monkeypatch, 3)
     job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; kill -9 $PPID; exec sleep 605")
     async with world.supervising() as supervisor:
         bpm = supervisor.bpm
@@ -361,7 +368,7 @@ async def test_bpm_hook_slower_than_the_start_timeout_is_neither_killed_nor_reru
 async def test_bpm_errand_fails_if_its_processes_cannot_be_killed(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await weaken(monkeypatch, 3)
+    await limit_isolation(monkeypatch, 3)
     job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; exec sleep 605")
     async with world.supervising() as supervisor:
         running = asyncio.create_task(supervisor.bpm.run(START, [], {}))
@@ -377,11 +384,11 @@ async def test_bpm_errand_fails_if_its_processes_cannot_be_killed(
         assert not is_alive(left)
 
 
-async def test_bpm_start_and_stop_fail_while_a_killed_keepers_processes_remain(
+async def test_bpm_start_and_stop_fail_while_processes_of_a_killed_keeper_remain(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The remaining processes might belong to the bpm process, so starting a second one would be wrong."""
-    await weaken(monkeypatch, 3)
+    await limit_isolation(monkeypatch, 3)
     job(world, "setsid sleep 604 & echo $! >$HOME/tmp/left; exec sleep 605")
     async with world.supervising() as supervisor:
         bpm = supervisor.bpm
@@ -404,7 +411,7 @@ async def test_bpm_start_and_stop_fail_while_a_killed_keepers_processes_remain(
 
 
 @pytest.mark.usefixtures("no_cgroups")
-async def test_bpm_hook_is_killed_when_its_start_is_cancelled(world: JobTree) -> None:
+async def test_bpm_hook_is_killed_when_the_process_start_is_cancelled(world: JobTree) -> None:
     """If the hook survived, two hooks would run at the same time after the next start."""
     hook = world.base / "hook"
     hook.write_text(f"#!/bin/sh\necho $$ >>{world.log}\nexec sleep 604\n")
@@ -419,7 +426,12 @@ async def test_bpm_hook_is_killed_when_its_start_is_cancelled(world: JobTree) ->
             await starting
         assert not is_alive(pid)
 
-        job(world, "exec sleep 600", "  limits: {memory: 4K}\n")
+
+@pytest.mark.usefixtures("no_cgroups")
+async def test_bpm_memory_kill_is_not_attributed_to_the_next_start(world: JobTree) -> None:
+    job(world, "exec sleep 600", "  limits: {memory: 4K}\n")
+    async with world.supervising() as supervisor:
+        bpm = supervisor.bpm
         hog = await bpm.start(START)
         await until(bpm.kill_hogs, "a hog")
         await hog.wait()
@@ -451,7 +463,7 @@ async def test_failed_bpm_start_error_matches_the_original_bpm(world: JobTree, c
         assert why.format(jobs=world.paths.jobs) in found.reason
 
 
-async def test_unrestricted_bpm_volumes_keep_the_jobs_own_directory_read_only(world: JobTree) -> None:
+async def test_bpm_job_cannot_make_its_own_directory_writable_with_unrestricted_volumes(world: JobTree) -> None:
     file = job(world, "")
     own = world.paths.jobs / "web"
     (own / "config").mkdir(exist_ok=True)
@@ -536,7 +548,7 @@ def test_bpm_process_gets_only_the_configured_capabilities(
         (3, "", False, []),
     ],
 )
-def test_bpm_isolation_matches_the_isolation_level(
+def test_bpm_mounts_and_namespaces_depend_on_the_isolation_level(
     world: JobTree,
     monkeypatch: pytest.MonkeyPatch,
     level: int,
@@ -544,7 +556,7 @@ def test_bpm_isolation_matches_the_isolation_level(
     has_view: bool,
     namespaces: list[str],
 ) -> None:
-    """At level 2, a privileged process is not restricted, because even root cannot undo Landlock rules."""
+    """At level 2, a privileged process gets no Landlock rules, because they would restrict even root."""
     monkeypatch.setattr(job_cgroups.JobCgroup, "make", lambda *_, **__: [])
     job(world, "true", f"  unsafe: {{{unsafe}}}\n")
     bpm = world.supervisor().bpm
@@ -583,8 +595,8 @@ def test_changed_bpm_memory_limit_takes_effect(world: JobTree, monkeypatch: pyte
     limits = []
     for more in ("{memory: 64M}", "{memory: 1M}", "{}", "1"):
         job(world, "true", f"  limits: {more}\n")
-        # The first bpm.yml has the modification time 0, like a file from an archive without timestamps, but the agent
-        # must read it.
+        # The first bpm.yml has the modification time 0, like a file from an archive without timestamps. The agent must
+        # read it nevertheless.
         os.utime(world.paths.jobs / "web/config/bpm.yml", (counted[0],) * 2)
         counted[0] += 1
         assert bpm.was_killed_for_memory(START)
@@ -594,7 +606,7 @@ def test_changed_bpm_memory_limit_takes_effect(world: JobTree, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_bpm_process_can_read_all_jobs_dns_files_at_isolation_level_2(
+def test_bpm_process_can_read_dns_files_of_all_jobs_only_at_isolation_level_2(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, level: int
 ) -> None:
     """bosh-dns sees all job directories at level 2, and exits if it cannot read the ``.bosh`` directory in one
@@ -649,7 +661,7 @@ HALVES = f"for half in 1 2; do {PYTHON} -c 'import time; x = bytearray(40 << 20)
 
 @pytest.mark.usefixtures("no_cgroups")
 async def test_bpm_memory_limit_without_a_cgroup_counts_the_process_tree(world: JobTree) -> None:
-    """Each process alone stays below the limit."""
+    """Each process stays below the limit, but together they exceed it."""
     file = job(world, HALVES, WITH_PYTHON + "  limits: {memory: 64M}\n")
     async with world.supervising(file) as supervisor:
         pid = (await in_state(supervisor, "web", "running")).pid
@@ -689,7 +701,9 @@ os.execv("/bin/sleep", ["sleep", "600"])
 
 
 @needs_landlock
-async def test_isolated_bpm_process_sees_only_its_own_files(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_isolated_bpm_process_can_access_only_its_own_files_and_processes(
+    world: JobTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Leave out /tmp, because the scratch tree is there.
     monkeypatch.setattr(bpm_runner, "SCRATCH", ("/dev", "/proc"))
     script = world.paths.jobs / "web/look.py"
@@ -705,13 +719,13 @@ async def test_isolated_bpm_process_sees_only_its_own_files(world: JobTree, monk
         config.write_text(text)
         await supervisor.configure([world.job("other"), file])
         await supervisor.start()
-        await said(world, "}")
+        await until_printed(world, "}")
 
         allowed = {what for what, can in json.loads(output(world)).items() if can}
         assert allowed == {"own config", "own data", "own log", "extra"}
 
 
-async def test_bpm_log_has_each_step_and_error(world: JobTree) -> None:
+async def test_bpm_log_contains_each_step_and_error(world: JobTree) -> None:
     file = job(world, "exec sleep 600")
     async with world.supervising(file) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -763,7 +777,7 @@ async def test_bpm_creates_directories_with_private_modes(world: JobTree) -> Non
     assert (paths.sys / "run/bpm").stat().st_mode & 0o7777 == 0o755
 
 
-async def test_bpm_start_waits_for_another_jobs_volume(world: JobTree) -> None:
+async def test_bpm_start_is_retried_until_the_volume_of_another_job_exists(world: JobTree) -> None:
     """The agent must not create the directory itself. If it did, cloud_controller_ng in capi-release would never
     see valkey's socket in it.
     """
@@ -782,7 +796,7 @@ async def test_abandoned_bpm_errand_is_killed(world: JobTree, how: str) -> None:
     job(world, "echo ready; exec sleep 603")
     async with world.supervising() as supervisor:
         waiting = asyncio.create_task(supervisor.bpm.run(START, [], {}))
-        await said(world, "ready")
+        await until_printed(world, "ready")
         (kept,) = supervisor.keepers.of(["bpm/web/web"])
         pid = kept.processes()[0].pid
         if how == "cancelled":

@@ -18,7 +18,7 @@ EXAMPLE = Path(__file__).parents[2] / "docs/broken-example"
 
 
 async def output_with(place: StandaloneTree, wanted: str, *words: str) -> str:
-    """Run a command until its output contains ``wanted``. Return the output."""
+    """Run a command repeatedly until its output contains ``wanted``. Return that output."""
     said = ""
     async with asyncio.timeout(60):
         while wanted not in said:
@@ -47,7 +47,7 @@ async def test_broken_example_is_diagnosed_and_fixed_as_documented(tmp_path: Pat
         assert await place.ask("restart", "web", "--wait") == (0, "")
         await output_with(place, "jobs are running", "probe", "ready")
         async with asyncio.timeout(30):
-            while b"HTTP/1.0 200" not in await asyncio.to_thread(fetched, port):
+            while b"HTTP/1.0 200" not in await asyncio.to_thread(get_page, port):
                 await asyncio.sleep(0.2)
         assert await place.ask("drain") == (0, "all jobs stopped in order")
     finally:
@@ -55,7 +55,7 @@ async def test_broken_example_is_diagnosed_and_fixed_as_documented(tmp_path: Pat
         await place.end()
 
 
-def fetched(port: int) -> bytes:
+def get_page(port: int) -> bytes:
     """Return the job's page, or an empty value if nothing listens on the port."""
     try:
         with socket.create_connection(("127.0.0.1", port), 10) as client:
@@ -65,7 +65,7 @@ def fetched(port: int) -> bytes:
         return b""
 
 
-def test_broken_example_listens_on_the_documented_port() -> None:
+def test_broken_example_page_names_the_configured_address_and_directory() -> None:
     config = json.loads((EXAMPLE / "agent.json").read_text())
     page = (EXAMPLE / "README.md").read_text()
 

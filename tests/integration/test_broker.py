@@ -36,7 +36,7 @@ async def test_agent_may_publish_only_its_own_messages(tmp_path: Path) -> None:
 
 @pytest.mark.attack("another agent reads other agents' requests, replies or inboxes, or publishes in their name")
 @pytest.mark.parametrize("subject", ["agent.other", "agent.>", "_INBOX.x", "director.>"])
-async def test_subscription_to_another_agents_subject_is_refused(tmp_path: Path, subject: str) -> None:
+async def test_subscription_to_the_subject_of_another_agent_is_refused(tmp_path: Path, subject: str) -> None:
     async with knowing(tmp_path) as server:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3), joined(server.mbus("agent"), (subject,), lambda *_: None):
@@ -45,26 +45,26 @@ async def test_subscription_to_another_agents_subject_is_refused(tmp_path: Path,
 
 async def test_broker_admits_agents_by_their_certificates(tmp_path: Path) -> None:
     async with NatsServer(tmp_path) as server:
-        assert await lets_in(server, server.peer(DIRECTOR), "director.x.>")
-        assert await lets_in(server, server.peer(HEALTH_MONITOR), "hm.agent.alert.*")
+        assert await admits(server, server.peer(DIRECTOR), "director.x.>")
+        assert await admits(server, server.peer(HEALTH_MONITOR), "hm.agent.alert.*")
 
         await server.add_agent("agent", permanent=False)
 
-        assert await lets_in(server, server.mbus("agent", bootstrap=True), "agent.agent")
-        assert not await lets_in(server, server.mbus("agent"), "agent.agent")
+        assert await admits(server, server.mbus("agent", bootstrap=True), "agent.agent")
+        assert not await admits(server, server.mbus("agent"), "agent.agent")
 
         await server.add_agent("agent", bootstrap=False)
 
-        assert not await lets_in(server, server.mbus("agent", bootstrap=True), "agent.agent")
-        assert await lets_in(server, server.mbus("agent"), "agent.agent")
+        assert not await admits(server, server.mbus("agent", bootstrap=True), "agent.agent")
+        assert await admits(server, server.mbus("agent"), "agent.agent")
 
         await server.remove_agent("agent")
 
-        assert not await lets_in(server, server.mbus("agent"), "agent.agent")
+        assert not await admits(server, server.mbus("agent"), "agent.agent")
 
 
-async def lets_in(server: NatsServer, mbus: Mbus, subject: str) -> bool:
-    """Return True if the server accepts these credentials, and False if it rejects them."""
+async def admits(server: NatsServer, mbus: Mbus, subject: str) -> bool:
+    """Return True if the server accepts the credentials in ``mbus``, and False if it rejects them."""
     peer = BusClient(mbus, (subject,), lambda *_: None)
 
     def refusals() -> int:

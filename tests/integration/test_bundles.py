@@ -1,4 +1,4 @@
-"""Installing, activating and removing bundles on a real disk, with real workers that unpack them."""
+"""Tests installing, activating and removing bundles on a real disk, with real workers that unpack them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def package(paths: Paths, name: str, version: str = "1", **members: bytes) -> Bu
 
 
 def jobs(paths: Paths, *names: str, version: str = "1", blob_id: str = "templates") -> list[Bundle]:
-    """Return jobs from a single archive of rendered templates that the agent has received over the bus."""
+    """Return jobs whose rendered templates are in one archive, as if the agent had received it over the bus."""
     data = archive({f"{name}/monit": f"{name} {version}" for name in names})
     (paths.sensitive_blobs / blob_id).write_bytes(data)
     return [Bundle("job", name, version, BlobRef(blob_id, digest=sha1(data))) for name in names]
@@ -123,7 +123,7 @@ async def test_bundle_installed_by_the_go_agent_is_reused(paths: Paths, bundles:
     assert bundles.path(bundle).is_dir()
 
 
-async def test_first_install_failure_is_reported_and_other_bundles_are_kept(paths: Paths, bundles: Bundles) -> None:
+async def test_first_bundle_failure_is_reported_and_other_bundles_are_kept(paths: Paths, bundles: Bundles) -> None:
     good = package(paths, "good")
     bad = Bundle("package", "bad", "1", BlobRef("missing", digest="00"))
     [job] = jobs(paths, "web")
@@ -235,7 +235,7 @@ async def test_directory_in_place_of_a_bundle_link_is_replaced_unless_the_bundle
     assert bundles.path(bundle).is_dir()
 
 
-async def test_bundle_removal_does_not_follow_a_link_in_place_of_the_versions_directory(
+async def test_bundle_removal_does_not_follow_a_link_in_place_of_a_package_directory(
     paths: Paths, bundles: Bundles, tmp_path: Path
 ) -> None:
     others = [tmp_path / "others/version", files.sibling(tmp_path / "others/version")]
@@ -304,8 +304,8 @@ async def test_blob_with_an_unsafe_name_is_rejected(paths: Paths, bundles: Bundl
 
 
 async def test_each_deletion_removes_one_copy_of_a_blob(paths: Paths, bundles: Bundles) -> None:
-    """As in the Go agent, the first call deletes the copy that was received over the bus, and only the next call
-    deletes the copy that create-env uploaded.
+    """As in the Go agent, the first call deletes the copy that was received over the bus. Only the next call deletes
+    the copy that create-env uploaded.
     """
     for directory in (paths.sensitive_blobs, paths.blobs):
         (directory / "id").touch()
@@ -345,7 +345,7 @@ async def test_small_blob_is_read_and_oversized_blob_is_rejected(paths: Paths, b
         lambda bundles, _: bundles.keep_blob("id", sha1(b""), b""),
     ],
 )
-async def test_disk_error_is_reported_as_an_action_error(
+async def test_disk_error_in_a_bundle_operation_is_reported_as_an_action_error(
     paths: Paths, bundles: Bundles, do: Callable[[Bundles, Bundle], asyncio.Future[None]]
 ) -> None:
     bundle = package(paths, "p")
@@ -359,7 +359,7 @@ async def test_disk_error_is_reported_as_an_action_error(
         await do(bundles, bundle)
 
 
-@pytest.mark.attack("a worker sends a wrong answer, or dies at any moment")
+@pytest.mark.attack("a worker gets an invalid request, sends an invalid response, or is killed")
 async def test_worker_answer_with_the_wrong_number_of_outcomes_is_rejected(paths: Paths) -> None:
     async def work(request: protocol.Request, **_: object) -> Done:
         return Done(outcomes=[Outcome()] * 2)

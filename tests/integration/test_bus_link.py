@@ -31,13 +31,13 @@ def message(data: bytes, *, sid: bytes = b"1") -> bytes:
     return b"MSG agent.agent %b %d\r\n%b\r\n" % (sid, len(data), data)
 
 
-async def living(wire: ClientConnection) -> None:
+async def idle_server(wire: ClientConnection) -> None:
     """Act as a working server that sends no requests."""
     await wire.greet()
     await wire.answer_pings()
 
 
-async def asking(wire: ClientConnection) -> None:
+async def requesting_server(wire: ClientConnection) -> None:
     """Act as a server that delivers a request and expects the agent's reply."""
     await wire.greet()
     wire.send(message(REQUEST))
@@ -48,7 +48,7 @@ async def asking(wire: ClientConnection) -> None:
     await wire.answer_pings()
 
 
-def saying(words: bytes) -> Script:
+def sending(words: bytes) -> Script:
     """Return a script that completes the handshake, sends ``words``, and then only answers pings."""
 
     async def script(wire: ClientConnection) -> None:
@@ -89,11 +89,11 @@ PINGS = b"PING\r\n" * 3
         b"+OK nonsense\r\n",
     ],
 )
-async def test_invalid_server_message_leads_to_a_new_connection(words: bytes) -> None:
+async def test_invalid_bus_server_message_leads_to_a_new_connection(words: bytes) -> None:
     """If nats-py cannot decode something, it stops reading but still reports that it is connected. Unanswered pings
     would reveal this only after 10 to 15 s.
     """
-    async with facing(saying(words), asking) as bus:
+    async with facing(sending(words), requesting_server) as bus:
         await until(lambda: bus.stats.sent >= 1)
 
         assert bus.stats.attempts == 2
@@ -127,7 +127,7 @@ async def test_invalid_server_message_leads_to_a_new_connection(words: bytes) ->
         "no headers",
     ],
 )
-async def test_unusual_server_messages_are_tolerated(words: bytes) -> None:
+async def test_unusual_bus_server_messages_are_tolerated(words: bytes) -> None:
     async def script(wire: ClientConnection) -> None:
         await wire.greet()
         wire.send(words)
@@ -146,7 +146,7 @@ async def test_unusual_server_messages_are_tolerated(words: bytes) -> None:
 
 
 @pytest.mark.attack("a neighbour poses as the bus and sends invalid data")
-async def test_advertised_cluster_servers_are_not_remembered() -> None:
+async def test_advertised_bus_servers_are_not_remembered() -> None:
     """nats-py would remember every address that a server advertises, without a limit."""
 
     async def script(wire: ClientConnection) -> None:
@@ -165,13 +165,13 @@ async def test_advertised_cluster_servers_are_not_remembered() -> None:
         assert not [one for one in kept if one.startswith("10.10.")]
 
 
-async def test_tls_handshake_that_fails_at_exit_logs_no_asyncio_error(
+async def test_bus_connection_attempt_that_fails_at_exit_logs_no_asyncio_error(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, tasks = asyncio.get_running_loop(), list[asyncio.Task[None]]()
 
     async def fail(*_: object) -> None:
-        # Cancel only after asyncio has noticed that the connection ended.
+        # Cancel only after asyncio has noticed that the attempt failed.
         loop.call_soon(lambda: loop.call_soon(tasks.pop().cancel))
         raise ValueError("cut off")
 
@@ -185,7 +185,7 @@ async def test_tls_handshake_that_fails_at_exit_logs_no_asyncio_error(
 
 
 @pytest.mark.attack("a neighbour stalls the connection to the bus")
-async def test_connection_to_a_server_that_pings_without_reading_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_to_a_bus_server_that_pings_without_reading_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a limit, the agent's unread answers to the pings would accumulate in memory."""
     monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 200_000)
     loop = asyncio.get_running_loop()
@@ -207,17 +207,17 @@ async def test_connection_to_a_server_that_pings_without_reading_is_closed(monke
                 sent += 60_000
 
     monkeypatch.setattr(loop, "sock_connect", connect_with_small_buffer)
-    async with facing(script, asking) as bus:
+    async with facing(script, requesting_server) as bus:
         await until(lambda: bus.stats.connects >= 2)
     assert sent < 50_000_000
 
 
 @pytest.mark.attack("a neighbour poses as the bus and sends invalid data")
 @pytest.mark.parametrize("words", [b"MSG agent.agent 1 %d\r\n" % 10**11, b"INFO ", b"MSG ", b"+"])
-async def test_endless_server_line_or_message_closes_the_connection(
+async def test_endless_bus_server_line_or_message_closes_the_connection(
     words: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a size limit, the connection would last until the server had left several of the agent's pings
+    """Without a size limit, the agent would close the connection only after several of its pings had gone
     unanswered.
     """
     monkeypatch.setattr(link, "MAX_UNREAD_BYTES", 1 << 20)
@@ -232,7 +232,7 @@ async def test_endless_server_line_or_message_closes_the_connection(
                 await wire.push(b"x" * 100_000)
                 sent += 100_000
 
-    async with facing(script, asking) as bus:
+    async with facing(script, requesting_server) as bus:
         await until(lambda: bus.stats.sent >= 1)
 
         assert bus.stats.attempts == 2
@@ -241,10 +241,10 @@ async def test_endless_server_line_or_message_closes_the_connection(
 
 @pytest.mark.attack("a neighbour strips or weakens TLS on the bus connection, or injects bytes before the handshake")
 @pytest.mark.parametrize("limit", ["5", '"x"', "null", "-1", "[]"])
-async def test_message_limit_announced_before_tls_is_ignored(limit: str) -> None:
+async def test_bus_message_limit_announced_before_tls_is_ignored(limit: str) -> None:
     """If an attacker could announce a tiny limit, the agent would drop all its replies and heartbeats."""
     info = INFO.replace(b"1048576", limit.encode())
-    async with facing(asking, info=info) as bus:
+    async with facing(requesting_server, info=info) as bus:
         await until(lambda: bus.stats.sent >= 1)
 
 
@@ -270,7 +270,7 @@ async def test_bus_is_connected_only_after_the_subscription_is_confirmed() -> No
         await connected(bus)
 
 
-async def test_denied_subscription_leads_to_a_new_connection() -> None:
+async def test_denied_bus_subscription_leads_to_a_new_connection() -> None:
     async def denying(wire: ClientConnection) -> None:
         await wire.expect("CONNECT ")
         await wire.expect("PING")
@@ -281,7 +281,7 @@ async def test_denied_subscription_leads_to_a_new_connection() -> None:
         wire.send(b"PONG\r\n")
         await asyncio.sleep(20)
 
-    async with facing(denying, denying, living) as bus:
+    async with facing(denying, denying, idle_server) as bus:
         await connected(bus)
 
         assert bus.stats.attempts == 3
@@ -289,7 +289,7 @@ async def test_denied_subscription_leads_to_a_new_connection() -> None:
 
 @pytest.mark.attack("a neighbour stalls the connection to the bus")
 @pytest.mark.parametrize("lines", [0, 1, 2, 3])
-async def test_handshake_with_a_silent_server_is_abandoned_and_retried(lines: int) -> None:
+async def test_bus_handshake_with_a_silent_server_is_abandoned_and_retried(lines: int) -> None:
     async def silent(wire: ClientConnection) -> None:
         for number in range(lines):
             await wire.expect("")
@@ -297,7 +297,7 @@ async def test_handshake_with_a_silent_server_is_abandoned_and_retried(lines: in
                 wire.send(b"PONG\r\n")
         await asyncio.sleep(20)
 
-    async with facing(silent, living, timing=replace(FAST, connect=0.3)) as bus:
+    async with facing(silent, idle_server, timing=replace(FAST, connect=0.3)) as bus:
         await connected(bus)
 
         assert bus.stats.attempts == 2
@@ -316,7 +316,7 @@ async def test_handshake_with_a_silent_server_is_abandoned_and_retried(lines: in
         b"220 mail\r\n",
     ],
 )
-async def test_server_that_speaks_another_protocol_is_logged_once_and_retried(
+async def test_bus_server_that_speaks_another_protocol_is_logged_once_and_retried(
     info: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen = []
@@ -335,7 +335,7 @@ async def test_server_that_speaks_another_protocol_is_logged_once_and_retried(
     assert [record.message for record in caplog.records] == [bus.stats.last_error]
 
 
-async def test_exit_during_a_failed_connection_attempt_leaves_no_connection() -> None:
+async def test_exit_during_a_bus_connection_attempt_leaves_no_connection() -> None:
     closed = asyncio.Event()
 
     async def script(wire: ClientConnection) -> None:
@@ -402,7 +402,7 @@ async def test_bus_ignores_bytes_received_before_tls() -> None:
         heard.append(data)
 
     injected = b"PONG\r\n" + message(b"injected")
-    async with facing(living, info=INFO + injected, handle=handle) as bus:
+    async with facing(idle_server, info=INFO + injected, handle=handle) as bus:
         await connected(bus)
 
     assert heard == []

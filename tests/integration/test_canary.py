@@ -1,4 +1,4 @@
-"""Updates of a canary instance, which the tests poll like a Director until the manifest's watch time is over."""
+"""Tests updates of a canary instance, which the tests poll like a Director until the manifest's watch time is over."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ seconds apart.
 
 
 class NotRunningError(Exception):
-    """Raised if the instance is not running when the watch time is over. The message names its failed processes."""
+    """Raised if the instance is not running when the watch time is over. The message names the failed
+    processes.
+    """
 
 
 async def wait_until_running(instance: RunningAgent) -> int:

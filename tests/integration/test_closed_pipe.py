@@ -1,4 +1,4 @@
-"""Commands whose output pipe is closed early by its reader, for example by ``head`` or ``grep -q``."""
+"""Tests commands whose output pipe is closed early by its reader, for example by ``head`` or ``grep -q``."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ properties: {db.user: {default: root}}
 
 
 def rendered(where: Path, template: str, values: dict[str, Any] | None = None) -> Job:
-    """Return the ``web`` job, rendered from this template and these property values."""
+    """Return the ``web`` job, rendered from ``template`` with the property values ``values``."""
     files = {"web/spec": SPEC, "web/monit": "", "web/templates/web.erb": template, "db/spec": DATABASE, "db/monit": ""}
     for name, text in files.items():
         place = where / "jobs" / name

@@ -1,4 +1,4 @@
-"""``bosh-agent compile`` with a small release, in a separate base directory."""
+"""Tests ``bosh-agent compile`` with a small release, in a separate base directory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def contents(path: Path) -> dict[str, bytes]:
         return {each.name: file.read() for each in packed.getmembers() if (file := packed.extractfile(each))}
 
 
-def left(paths: Paths) -> list[Path]:
+def remaining_files(paths: Paths) -> list[Path]:
     places = ("packages/*", "data/packages/*/*", "data/compile/*", "data/tmp/.*", "data/blobs/*.tgz", "data/blobs/*-*")
     return [path for pattern in places for path in paths.base.glob(pattern)]
 
@@ -138,7 +138,7 @@ Finished archiving compiled tarball {path}
         file = packed.extractfile("./out")
         assert file is not None
         assert file.read() == b"zz\nlibrary\nprogram\n"
-    assert left(paths) == []
+    assert remaining_files(paths) == []
 
 
 def test_compile_command_output_is_reproducible(paths: Paths, tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_compile_command_reports_a_failed_package(paths: Paths, tmp_path: Path) 
     assert "Command exited with 3" in done.stderr
     assert "so it is" in done.stderr
     assert list((tmp_path / "out").iterdir()) == []
-    assert left(paths) == []
+    assert remaining_files(paths) == []
 
 
 def test_compile_command_refuses_to_run_while_an_agent_runs(paths: Paths, tmp_path: Path) -> None:
@@ -213,11 +213,11 @@ def test_interrupted_compile_command_kills_its_compilation(
             running.kill()
 
     assert [is_alive(pid) for pid in started] == [False, False]
-    assert left(paths) == []
+    assert remaining_files(paths) == []
     assert list(tmp_path.glob("small-*")) == []
 
 
-def test_compile_command_reports_wrong_flags_and_a_missing_tarball(paths: Paths, tmp_path: Path) -> None:
+def test_compile_command_prints_help_and_reports_wrong_flags_and_missing_tarballs(paths: Paths, tmp_path: Path) -> None:
     helped, wrong = compile_with(paths, "-help"), compile_with(paths, "-output", "/x")
     missing = compile_with(paths, "-output-directory", tmp_path, tmp_path / "nowhere.tgz")
 
@@ -239,16 +239,17 @@ def test_compile_command_reports_wrong_flags_and_a_missing_tarball(paths: Paths,
         ("bosh/etc/stemcell_version", None, "stemcell_version: No such file or directory"),
         ("bosh/etc/stemcell_version", "", "has no valid version"),
         ("bosh/etc/stemcell_version", "../1", "has no valid version"),
+        ("bosh/etc/stemcell_version", "\udcff", "stemcell_version: 'utf-8' codec can't decode"),
         ("etc/os-release", "ID=ubuntu\n", "os-release: VERSION_CODENAME not found"),
         ("etc/os-release", "VERSION_CODENAME=noble\n", "os-release: ID not found"),
         ("etc/os-release", 'ID="ubuntu\n', "No closing quotation"),
     ],
 )
-def test_compile_command_reports_a_missing_stemcell_name_or_version(
+def test_compile_command_reports_a_missing_or_invalid_stemcell_name_or_version(
     paths: Paths, name: str, text: str | None, why: str
 ) -> None:
     file = paths.base / name
-    file.unlink() if text is None else file.write_text(text)
+    file.unlink() if text is None else file.write_text(text, errors="surrogateescape")
 
     with pytest.raises(ConfigError, match=re.escape(why)):
         stemcell_slug(paths)

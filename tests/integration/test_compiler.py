@@ -1,4 +1,4 @@
-"""Compilations that are interrupted by the agent's exit or crash, and other cases that the contract tests do not
+"""Tests compilations that are interrupted by the agent's exit or crash, and other cases that the contract tests do not
 cover.
 """
 
@@ -64,7 +64,7 @@ async def compiling(machine: Machine) -> list[int]:
     return await until(three)
 
 
-def left(base: Path) -> list[Path]:
+def remaining_files(base: Path) -> list[Path]:
     places = ("packages/*", "data/packages/*/*", "data/compile/*", "data/tmp/.*")
     return [path for pattern in places for path in base.glob(pattern)]
 
@@ -83,11 +83,11 @@ async def test_agent_kills_the_running_compilation_when_it_exits(machine: Machin
     await machine.stop_agent()
 
     assert [is_alive(pid) for pid in pids] == [False] * 3
-    assert left(machine.base) == []
+    assert remaining_files(machine.base) == []
     assert time.monotonic() - begun_at < TIMEOUT_S
 
 
-async def test_next_agent_kills_the_compilation_of_a_killed_agent(machine: Machine) -> None:
+async def test_restarted_agent_kills_a_compilation_left_by_a_killed_agent(machine: Machine) -> None:
     pids = await compiling(machine)
     await machine.kill_agent()
     assert [is_alive(pid) for pid in pids] == [True] * 3
@@ -98,7 +98,7 @@ async def test_next_agent_kills_the_compilation_of_a_killed_agent(machine: Machi
     assert list((machine.base / "data/compile").iterdir()) == []
     blob = machine.blob("good", archive({"packaging": "true"}))
     await machine.director.run(AGENT, "compile_package", blob["blobstore_id"], blob["sha1"], "p", "1", {})
-    assert left(machine.base) == []
+    assert remaining_files(machine.base) == []
 
 
 # --- service without a supervisor -------------------------------------------------------------------------------------
@@ -144,7 +144,9 @@ async def test_package_source_is_removed_before_packing(paths: Paths, store: Blo
 
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or chowns files")
-async def test_compilation_follows_no_link_at_the_log_directory(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
+async def test_compilation_does_not_follow_a_link_in_place_of_the_log_directory(
+    paths: Paths, store: Blobstore, tmp_path: Path
+) -> None:
     """The vcap user may write to the compilation logs' parent directory. If root followed a link there, vcap
     could choose a directory that root empties.
     """
@@ -173,7 +175,7 @@ async def test_packaging_script_that_cannot_be_started_is_reported(
         )
 
 
-async def test_another_agents_compilations_are_left_alone(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
+async def test_compilations_of_another_agent_are_left_alone(paths: Paths, store: Blobstore, tmp_path: Path) -> None:
     started = tmp_path / "started"
     script = package(store, f"echo $$ >{started}; exec sleep 600")
     running = asyncio.create_task(

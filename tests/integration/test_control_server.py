@@ -1,4 +1,4 @@
-"""The agent's control socket."""
+"""Tests the agent's control socket."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_control_socket_answers_requests_and_is_private(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("reply", [b"", b"nonsense", b'{"value": "no end'])
-def test_truncated_control_reply_is_reported(tmp_path: Path, reply: bytes) -> None:
+def test_invalid_control_reply_is_reported(tmp_path: Path, reply: bytes) -> None:
     """An agent that is killed while it replies may send an empty or partial reply."""
     path = tmp_path / "control.sock"
 
@@ -73,6 +73,6 @@ async def test_invalid_control_request_does_not_affect_other_connections(tmp_pat
         assert await asyncio.to_thread(control_client.ask, path, {"command": "status"})
 
 
-def test_command_error_without_an_agent_says_where_to_look(tmp_path: Path) -> None:
+def test_command_error_without_an_agent_names_the_control_socket(tmp_path: Path) -> None:
     with pytest.raises(NoAgentError, match=r"cannot ask the agent at .*control\.sock.*is it running"):
         control_client.ask(tmp_path / "control.sock", {})

@@ -1,4 +1,4 @@
-"""Copying directory trees with the real tar. A copy is exact, no links are followed, and an interrupted copy can
+"""Tests copying directory trees with the real tar. A copy is exact, no links are followed, and an interrupted copy can
 be completed.
 """
 
@@ -42,16 +42,16 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.fixture
 def big(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Add a large file to the source, so that tar is still reading it when it first reports progress."""
+    """Add a large file to the source so that tar is still reading it when it first reports progress."""
     monkeypatch.setattr(copytree, "REPORT_PERIOD_S", 0.0)
     path = pair[0] / "big"
     path.write_bytes(os.urandom(1 << 20) * 16)
     return path
 
 
-@pytest.mark.attack("a job tricks a disk migration into writing through its links")
+@pytest.mark.attack("a job tricks a disk migration into writing through links that the job created")
 def test_tree_copy_is_exact(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """File names may look like tar options. Removing the target's previous files must not follow links."""
+    """Files whose names look like tar options are copied, and old links in the target are removed but not followed."""
     source, target = pair
     source.chmod(0o751)
     for name in ("--checkpoint=1", f"--checkpoint-action=exec=touch {tmp_path.name}", "-C", "--to-command=false"):
@@ -77,7 +77,7 @@ def test_tree_copy_is_exact(pair: tuple[Path, Path], tmp_path: Path) -> None:
     assert (elsewhere / "data").read_text() == "precious"
 
 
-def test_copy_neither_copies_nor_removes_excluded_top_level_names(pair: tuple[Path, Path]) -> None:
+def test_tree_copy_leaves_excluded_top_level_entries_untouched(pair: tuple[Path, Path]) -> None:
     source, target = pair
     for directory, text in ((source, "old"), (target, "new")):
         (directory / "mine").mkdir()
@@ -94,7 +94,7 @@ def test_copy_neither_copies_nor_removes_excluded_top_level_names(pair: tuple[Pa
     assert fingerprint(target, spared=skipped) == fingerprint(source, spared=skipped)
 
 
-@pytest.mark.attack("a job tricks a disk migration into writing through its links")
+@pytest.mark.attack("a job tricks a disk migration into writing through links that the job created")
 @pytest.mark.usefixtures("big")
 def test_unfinished_copy_is_inaccessible_to_jobs(pair: tuple[Path, Path]) -> None:
     """If a job could write to the copy, it could replace a subdirectory with a link, and tar would write to the link's
@@ -179,7 +179,9 @@ def nest(directory: Path, levels: int) -> None:
 
 
 def test_deep_tree_can_be_copied_over_an_earlier_copy(pair: tuple[Path, Path]) -> None:
-    """Removing the earlier copy must not recurse, because the tree has more levels than Python's recursion limit."""
+    """The earlier copy must be removed without recursion, because the tree has more levels than Python's recursion
+    limit.
+    """
     source, target = pair
     nest(source, LEVELS)
     try:
@@ -193,7 +195,9 @@ def test_deep_tree_can_be_copied_over_an_earlier_copy(pair: tuple[Path, Path]) -
 
 
 @pytest.mark.parametrize(("stack", "message"), [(8 << 20, "File name too long"), (512 << 10, "tar ended with")])
-def test_copying_a_tree_that_overflows_tars_stack_fails(pair: tuple[Path, Path], stack: int, message: str) -> None:
+def test_copying_a_tree_that_overflows_the_stack_of_tar_fails(
+    pair: tuple[Path, Path], stack: int, message: str
+) -> None:
     """With a stack of 8 MiB, tar reports an error. With 512 KiB, it crashes without a message, so the error contains
     the signal.
     """
@@ -247,8 +251,8 @@ def test_interrupted_copy_is_completed_by_the_next_copy(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("big")
 async def test_tar_is_killed_when_the_process_that_runs_it_is_killed(pair: tuple[Path, Path]) -> None:
-    """If tar kept running, it would write to the target at the same time as the next copy. It would not notice a closed
-    pipe while another process holds the pipe open.
+    """If tar kept running, it would write to the target at the same time as the next copy. A closed pipe does not stop
+    tar as long as another process holds the pipe open.
     """
     source, target = pair
     reading, writing = os.pipe()
@@ -288,7 +292,7 @@ def commands_about(pair: tuple[Path, Path]) -> list[bytes]:
 
 
 @pytest.mark.root
-def test_ordinary_user_can_copy_to_a_volume_that_belongs_to_the_users_group() -> None:
+def test_ordinary_user_can_copy_to_a_group_writable_volume() -> None:
     """The user does not own the target, because the kubelet makes root the owner of a pod's volumes and gives them the
     pod's group.
     """

@@ -55,7 +55,7 @@ class Installed:
     templates: Path
 
     def render(self, properties: Mapping[str, Any]) -> None:
-        """Render the job with these properties and the defaults, as the Director does."""
+        """Render the job with ``properties`` and the defaults, as the Director does."""
         if shutil.which("ruby") is None:
             pytest.fail("ruby is missing: apt-get install --no-install-recommends ruby")
         document: dict[str, Any] = {}

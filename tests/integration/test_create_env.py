@@ -1,4 +1,4 @@
-"""``bosh create-env`` and ``delete-env`` with a real agent. A client sends the same requests as the bosh CLI.
+"""Tests ``bosh create-env`` and ``delete-env`` with a real agent. A client sends the same requests as the bosh CLI.
 
 The order of the requests comes from the CLI (``deployment/vm/vm.go``, ``deployment/instance/instance.go``).
 """

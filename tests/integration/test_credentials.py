@@ -1,4 +1,6 @@
-"""Bus credentials that are replaced while the agent runs, by a new version of a mounted Secret or by the Director."""
+"""Tests bus credentials that are replaced while the agent runs, by a new version of a mounted Secret or by the
+Director.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ MINUTE = 60.0
 
 @pytest.fixture(autouse=True)
 async def _written(instance: RunningAgent) -> None:
-    """Write the agent's settings, and admit both of the agent's bus users. The agent is not started."""
+    """Write the agent's settings, and add its bootstrap and permanent users to the bus. Do not start the agent."""
     await instance.server.add_agent(AGENT, bootstrap=True, permanent=True)
     instance.write_settings()
 
 
 class Secret:
-    """The agent's settings, mounted like a Secret by the kubelet: each version is in a new directory, and a link points
-    to the latest one.
+    """The agent's settings, mounted as the kubelet mounts a Secret: each version is in a new directory, and a link
+    points to the latest one.
     """
 
     def __init__(self, instance: RunningAgent) -> None:
@@ -38,7 +40,7 @@ class Secret:
         self._source.symlink_to(self._mounted / "..data/settings.json")
 
     def put(self, cert: dict[str, str] | None = None) -> None:
-        """Mount a new version. ``cert`` replaces the credentials in it."""
+        """Mount a new version of the Secret, with the credentials ``cert`` if they are given."""
         if cert is not None:
             self.document["env"]["bosh"]["mbus"]["cert"] = cert
         former = self._mounted / f"..{self._number}"
@@ -55,30 +57,30 @@ class Secret:
 def cert(instance: RunningAgent, *, age: float, bootstrap: bool = False, name: str = "") -> dict[str, str]:
     """Return credentials that became valid ``age`` seconds ago.
 
-    They are for ``name`` or, without it, for one of the agent's two bus users.
+    They identify ``name`` or, by default, the agent's bootstrap or permanent bus user.
     """
     authority = instance.server.authority
     pair = authority.client(name or agent_name(AGENT, bootstrap=bootstrap), valid=(-age, 365 * 24 * HOUR))
     return {"ca": authority.ca, "certificate": pair.certificate, "private_key": pair.private_key}
 
 
-def links(instance: RunningAgent) -> int:
+def count_connections(instance: RunningAgent) -> int:
     """Return how many times the agent has connected."""
     return instance.log_text().count("connected to the bus")
 
 
-def changes(instance: RunningAgent) -> int:
+def count_changes(instance: RunningAgent) -> int:
     """Return how many times the agent has noticed a change in its settings."""
     return instance.log_text().count("the settings have changed")
 
 
-async def only(instance: RunningAgent, *, bootstrap: bool) -> None:
-    """Admit only one of the agent's two bus users, and check that the agent still answers."""
+async def admit_only(instance: RunningAgent, *, bootstrap: bool) -> None:
+    """Admit only the agent's bootstrap or permanent user to the bus. Check that the agent still answers."""
     await instance.server.add_agent(AGENT, bootstrap=bootstrap, permanent=not bootstrap)
     assert await instance.director.value(AGENT, "ping") == "pong"
 
 
-async def rotated(instance: RunningAgent, news: dict[str, str]) -> None:
+async def rotate(instance: RunningAgent, news: dict[str, str]) -> None:
     """Rotate the credentials as a Director does."""
     await instance.director.run(AGENT, "update_settings", {"mbus": {"cert": news}, "trusted_certs": ""})
 
@@ -88,29 +90,29 @@ async def test_bus_reconnects_after_a_secret_rotation_but_not_after_other_change
     await instance.start_agent()
 
     secret.put(cert(instance, age=MINUTE, bootstrap=True))
-    await until(lambda: links(instance) == 2)
-    await only(instance, bootstrap=True)
+    await until(lambda: count_connections(instance) == 2)
+    await admit_only(instance, bootstrap=True)
 
     secret.document["vm"]["name"] = "another"
     secret.put()
-    await until(lambda: changes(instance) == 2)
-    assert links(instance) == 2
+    await until(lambda: count_changes(instance) == 2)
+    assert count_connections(instance) == 2
 
 
-async def test_secret_replaces_the_directors_credentials_only_if_it_is_newer(instance: RunningAgent) -> None:
+async def test_secret_replaces_credentials_from_the_director_only_if_it_is_newer(instance: RunningAgent) -> None:
     secret = Secret(instance)
     await instance.start_agent()
-    await rotated(instance, cert(instance, age=30 * MINUTE))
-    assert links(instance) == 2
-    await until(lambda: changes(instance) == 1)
+    await rotate(instance, cert(instance, age=30 * MINUTE))
+    assert count_connections(instance) == 2
+    await until(lambda: count_changes(instance) == 1)
 
     secret.put(cert(instance, age=40 * MINUTE, bootstrap=True))
-    await until(lambda: changes(instance) == 2)
-    assert links(instance) == 2
+    await until(lambda: count_changes(instance) == 2)
+    assert count_connections(instance) == 2
 
     secret.put(cert(instance, age=10 * MINUTE, bootstrap=True))
-    await until(lambda: links(instance) == 3)
-    await only(instance, bootstrap=True)
+    await until(lambda: count_connections(instance) == 3)
+    await admit_only(instance, bootstrap=True)
 
     await instance.stop_agent()
     await instance.start_agent()
@@ -126,7 +128,7 @@ async def test_agent_falls_back_to_previous_credentials_when_new_ones_fail(
     """
     secret = Secret(instance)
     await instance.start_agent()
-    await rotated(instance, cert(instance, age=MINUTE, bootstrap=True))
+    await rotate(instance, cert(instance, age=MINUTE, bootstrap=True))
     await instance.stop_agent()
     former = instance.base / "bosh/former_mbus.json"
     assert stat.S_IMODE(former.stat().st_mode) == 0o600
@@ -160,7 +162,7 @@ async def test_invalid_certificate_from_the_director_is_rejected(instance: Runni
     await instance.start_agent()
 
     with pytest.raises(RpcRemoteError, match="cannot use the new bus credentials"):
-        await rotated(instance, cert(instance, age=MINUTE) | {"certificate": "nonsense"})
+        await rotate(instance, cert(instance, age=MINUTE) | {"certificate": "nonsense"})
 
     assert not (instance.base / "bosh/update_settings.json").exists()
     assert await instance.director.value(AGENT, "ping") == "pong"

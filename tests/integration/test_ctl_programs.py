@@ -1,4 +1,4 @@
-"""Services' start and stop programs, and the program output that the agent stores."""
+"""Tests services' start and stop programs, and the program output that the agent stores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from agent_shim.core.errors import HostError
 from agent_shim.core.paths import Paths
-from agent_shim.supervisor.ctl_programs import MAX_LAST_BYTES, MAX_OUTPUT_BYTES, Programs, last_word
+from agent_shim.supervisor.ctl_programs import MAX_LAST_BYTES, MAX_OUTPUT_BYTES, Programs, end_of_last_line
 from agent_shim.supervisor.monit.ast import MonitProgram
 from tests.support.programs import end_kept
 
@@ -28,13 +28,13 @@ def _end(tmp_path: Path) -> Iterator[None]:
 
 
 def output_of_web(base: Path) -> tuple[Path, Programs]:
-    """Return the ``web`` service's output file, and the object that runs programs."""
+    """Return the path of the ``web`` service's output file, and the ``Programs`` object that writes to this file."""
     output = Paths(base).shim_run / "output"
     output.mkdir(parents=True)
     return output / "web.log", Programs(Paths(base))
 
 
-async def test_start_program_output_is_kept_and_its_last_line_reported(tmp_path: Path) -> None:
+async def test_start_program_output_is_kept_and_its_last_line_is_reported(tmp_path: Path) -> None:
     paths = Paths(tmp_path)
     output, programs = paths.shim_run / "output", Programs(paths)
     for script in ("echo one", "echo two >&2; echo"):
@@ -47,11 +47,11 @@ async def test_start_program_output_is_kept_and_its_last_line_reported(tmp_path:
     assert str(output / "a_b.log") not in [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
     stopper = await programs.spawn("a/b", MonitProgram(("/bin/sh", "-c", "echo stopping >&2")), "Stopped")
     await stopper.wait()
-    assert last_word(await programs.printed("a/b")) == "two"
-    assert last_word(await programs.printed("other")) == ""
+    assert end_of_last_line(await programs.printed("a/b")) == "two"
+    assert end_of_last_line(await programs.printed("other")) == ""
 
 
-async def test_program_runs_without_an_output_directory(tmp_path: Path) -> None:
+async def test_programs_run_and_their_errors_are_reported_without_an_output_directory(tmp_path: Path) -> None:
     paths = Paths(tmp_path)
     paths.shim_run.mkdir(parents=True)
     (paths.shim_run / "output").write_text("no directory")
@@ -86,7 +86,7 @@ async def test_programs_and_scripts_start_in_an_empty_directory(tmp_path: Path) 
     assert (tmp_path / "said").read_text() == f"{nowhere}\n"
 
 
-async def test_script_can_read_its_jobs_files_by_relative_path(tmp_path: Path) -> None:
+async def test_script_can_read_job_files_by_relative_path(tmp_path: Path) -> None:
     """The smoke-tests errand in shared-redis-release reads ``../jobs/smoke-tests/config.json``."""
     (tmp_path / "jobs/smoke-tests").mkdir(parents=True)
     (tmp_path / "jobs/smoke-tests/config.json").write_text("{}")
@@ -107,7 +107,7 @@ async def test_growing_program_output_is_truncated(tmp_path: Path) -> None:
 
     assert path.stat().st_size <= MAX_OUTPUT_BYTES // 2 + 5
     assert path.read_bytes().endswith(b"x\nlast\nnext\n")
-    assert last_word(await programs.printed("web")) == "next"
+    assert end_of_last_line(await programs.printed("web")) == "next"
 
 
 @pytest.mark.parametrize("text", ["first\nlast\n", ""])
@@ -139,7 +139,7 @@ async def test_failure_reason_skips_shell_trace_lines(tmp_path: Path, printed: s
     path, programs = output_of_web(tmp_path)
     path.write_text(printed)
 
-    assert last_word(await programs.printed("web")) == told
+    assert end_of_last_line(await programs.printed("web")) == told
 
 
 @pytest.mark.parametrize("shell", ["/bin/sh", "/bin/bash"])
@@ -166,7 +166,7 @@ from agent_shim.supervisor.ctl_programs import Programs
 from agent_shim.supervisor.monit.ast import MonitProgram
 async def become():
     try:
-        await Programs(Paths(Path("{tmp_path}"))).run("web", MonitProgram(("/bin/true",), uid="nobody"), "Started")
+        await Programs(Paths(Path("{tmp_path}"))).spawn("web", MonitProgram(("/bin/true",), uid="nobody"), "Started")
     except HostError as exc:
         print(exc)
 asyncio.run(become())"""

@@ -1,5 +1,5 @@
-"""The agent as a process: how it starts, handles signals and exits, and what it does if its settings arrive late or a
-second agent runs.
+"""Tests the agent as a process: how it starts, handles signals and exits, and what it does if its settings arrive late
+or a second agent runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support.world import world as contract_world
 
 
 def readiness(address: str, level: str) -> tuple[int, str]:
-    """Return the status and body of the answer to a readiness probe at this level."""
+    """Return the status and body of the response to a readiness probe at ``level``."""
     return page(f"http://{address}/readyz?level={level}", timeout=20)
 
 
@@ -68,7 +68,7 @@ async def test_agent_raises_only_its_own_file_limit_and_dumps_no_core(instance: 
     assert resource.prlimit(instance.pid, resource.RLIMIT_CORE) == (process.CORE_LIMIT_BYTES, core[1])
 
 
-async def test_agent_waits_for_settings_that_are_missing_or_incomplete(instance: RunningAgent) -> None:
+async def test_agent_waits_until_the_settings_file_is_complete(instance: RunningAgent) -> None:
     instance.write_settings()
     source = instance.scratch / "settings.json"
     whole = source.read_text()
@@ -85,7 +85,7 @@ async def test_agent_waits_for_settings_that_are_missing_or_incomplete(instance:
     assert (await instance.execute("probe", "ready"))[0] == 0
 
 
-async def test_liveness_probe_passes_for_a_stopped_agent_and_fails_for_a_dead_one(instance: RunningAgent) -> None:
+async def test_liveness_probe_passes_for_a_suspended_agent_and_fails_for_a_dead_one(instance: RunningAgent) -> None:
     """Kubernetes kills a container whose liveness probe fails, so the probe must not wait for an agent that gets no CPU
     time.
     """
@@ -121,7 +121,7 @@ async def test_exit_codes_distinguish_reasons_why_a_command_or_agent_cannot_run(
     assert await instance.director.value(AGENT, "ping") == "pong"
 
 
-async def test_jobs_stopped_by_shutdown_stay_stopped_after_a_restart(instance: RunningAgent) -> None:
+async def test_shutdown_request_stops_the_jobs_and_the_next_agent_stays_idle(instance: RunningAgent) -> None:
     (pid,) = (await instance.deploy(1)).values()
 
     assert await instance.director.value(AGENT, "shutdown") == ""
@@ -144,7 +144,7 @@ async def test_jobs_stopped_by_shutdown_stay_stopped_after_a_restart(instance: R
     assert (await instance.execute("probe", "live"))[0] == 0
 
 
-async def test_s7_heartbeat_is_sent_at_start_and_after_a_reconnect(instance: RunningAgent) -> None:
+async def test_s7_start_and_reconnect_send_a_heartbeat_and_update_the_health_file(instance: RunningAgent) -> None:
     monitor = HealthMonitor()
     async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
         await instance.start_agent()
@@ -187,7 +187,7 @@ async def test_s9_only_a_drain_for_shutdown_notifies_the_health_monitor(instance
         assert len(monitor.of("shutdown", AGENT)) == 1
 
 
-async def test_s7_heartbeat_has_instance_state_and_number_of_processes(instance: RunningAgent) -> None:
+async def test_s7_heartbeat_contains_instance_state_and_number_of_processes(instance: RunningAgent) -> None:
     monitor = HealthMonitor()
     async with monitor.on(instance.server.peer(HEALTH_MONITOR)):
         await instance.start_agent()
@@ -212,7 +212,7 @@ async def test_s7_heartbeat_has_instance_state_and_number_of_processes(instance:
 
 
 def heartbeat_with(node_id: str, job_state: str) -> Callable[[Any], bool]:
-    """Return a function that recognizes a heartbeat with this node id and job state."""
+    """Return a function that recognizes a heartbeat with ``node_id`` and ``job_state``."""
     return lambda body: (body["node_id"], body["job_state"]) == (node_id, job_state)
 
 
@@ -293,7 +293,9 @@ async def test_bosh_agent_accepts_the_flags_that_cpis_pass(instance: RunningAgen
     assert (status, "there is no method nonsense" in output) == (2, True)
 
 
-async def test_new_cpi_settings_apply_without_a_restart(instance: RunningAgent) -> None:
+async def test_new_bus_credentials_from_the_cpi_apply_without_a_restart_if_they_are_valid(
+    instance: RunningAgent,
+) -> None:
     await instance.start_agent()
     await instance.server.add_agent(AGENT, bootstrap=True, permanent=True)
     source = instance.scratch / "settings.json"

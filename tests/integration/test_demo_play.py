@@ -1,4 +1,4 @@
-"""The demo as a user runs it: what it starts, how it can be stopped, and what it reports when it fails."""
+"""Tests the demo as a user runs it: what it starts, how it can be stopped, and what it reports when it fails."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def demo(where: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def until(started: subprocess.Popen[str], pattern: str) -> str:
-    """Read output lines until one matches the pattern. Return all lines so far."""
+    """Read output lines until one of them matches ``pattern``. Return all lines that were read."""
     assert started.stdout is not None
     said = ""
     for line in started.stdout:
@@ -59,7 +59,7 @@ def until(started: subprocess.Popen[str], pattern: str) -> str:
 
 
 def processes_of(where: Path) -> list[str]:
-    """Return the command lines of processes that mention this directory."""
+    """Return all process command lines that contain the path ``where``."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -73,7 +73,7 @@ def processes_of(where: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_demo_with_keep_can_be_used_until_a_signal_stops_its_processes(short: Path, number: signal.Signals) -> None:
+def test_demo_with_option_keep_can_be_used_until_a_signal_stops_it(short: Path, number: signal.Signals) -> None:
     where = short / "ein Ort für Proben"
     where.mkdir()
     with demo(where, "--keep") as started:

@@ -1,4 +1,4 @@
-"""The Director's disk requests, in a container that may mount volumes and in one that can only link to them."""
+"""Tests the Director's disk requests, in a container that can mount volumes and in one that can only link to them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def mounted(instance: InstanceWithVolumes) -> list[mounts.Mount]:
 
 
 @each_way
-async def test_restored_mount_clears_the_failed_attempts_error(
+async def test_restored_mount_clears_the_error_of_a_failed_attempt(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the disk disappears later, the reported problem must not be the earlier attempt's error."""
@@ -72,7 +72,7 @@ async def test_restored_mount_clears_the_failed_attempts_error(
 
 
 @by("links")
-async def test_disk_is_mounted_even_if_its_mount_options_cannot_be_changed(
+async def test_mounting_a_disk_tolerates_only_eperm_when_mount_options_are_changed(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel may forbid the container to change mount options (EPERM). Any other error must fail the mount."""
@@ -211,7 +211,7 @@ async def test_mount_fails_if_the_volume_does_not_appear(
 
 
 @each_way
-async def test_mount_waits_for_a_dead_vms_lease_to_expire(instance: InstanceWithVolumes) -> None:
+async def test_mount_waits_until_the_lease_of_a_dead_vm_expires(instance: InstanceWithVolumes) -> None:
     """If a VM is recreated on another node, its predecessor's lease on the disk stays valid for a while."""
     instance.attach("a")
     answers = ["agent a on a machine that is gone", "agent a on a machine that is gone", ""]
@@ -275,7 +275,7 @@ async def test_volume_marked_with_a_different_cid_is_rejected(instance: Instance
 
 @each_way
 async def test_marker_alone_does_not_replace_the_mounted_disk(instance: InstanceWithVolumes) -> None:
-    """Jobs use the files on the mounted disk, and no record says that the disk was replaced."""
+    """Jobs use the files on the mounted disk, so another disk's marker is not enough reason to replace it."""
     for cid in "ab":
         instance.attach(cid)
     await instance.disks.mount("b")
@@ -369,7 +369,7 @@ async def test_read_only_disk_can_be_unmounted(instance: InstanceWithVolumes, mo
 async def test_mount_is_undone_if_neither_marker_nor_record_can_be_written(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next agent would not know that the disk is mounted."""
+    """Otherwise, the next agent would not know that the disk is mounted."""
     instance.attach("a")
     real, before = files.write_atomic, mounted(instance)
 
@@ -468,7 +468,9 @@ def at_the_store(instance: InstanceWithVolumes) -> None:
 
 
 @each_way
-async def test_volume_mounted_at_the_store_by_a_manifest_stays_there(instance: InstanceWithVolumes) -> None:
+async def test_unmount_disk_does_not_unmount_a_volume_that_a_manifest_mounted_at_the_store(
+    instance: InstanceWithVolumes,
+) -> None:
     at_the_store(instance)
     instance.write("data", "precious")
     before = mounted(instance)
@@ -494,7 +496,7 @@ async def test_volume_mounted_at_the_store_by_a_manifest_stays_there(instance: I
 async def test_volume_mounted_at_the_store_cannot_be_migrated_if_the_agent_may_not_mount(
     instance: InstanceWithVolumes,
 ) -> None:
-    """The request must fail before anything is copied, because a link cannot replace the mount."""
+    """A link cannot replace the mounted volume, so the request must fail before anything is copied."""
     instance.persistent["a"] = str(instance.paths.store)
     await instance.disks.mount("a")
     await instance.mount("b")
@@ -543,8 +545,10 @@ async def test_dangling_link_at_the_store_is_replaced(instance: InstanceWithVolu
 
 
 @each_way
-async def test_replaced_disk_is_removed_from_the_store(instance: InstanceWithVolumes) -> None:
-    """A migration was interrupted after the new disk was marked, but before it was mounted at the store."""
+async def test_new_disk_replaces_the_old_one_at_the_store_after_an_interrupted_migration(
+    instance: InstanceWithVolumes,
+) -> None:
+    """The migration was interrupted after the new disk was marked but before it was mounted at ``/var/vcap/store``."""
     for cid in "ab":
         instance.attach(cid)
     await instance.disks.mount("a")
@@ -574,10 +578,10 @@ async def test_disk_is_synced_before_it_is_unmounted(
 
 
 @each_way
-async def test_disk_at_the_migration_target_is_unmounted(
+async def test_unmounting_the_migration_target_ignores_processes_that_use_the_store(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Processes that use the disk at the store must not delay the unmount."""
+    """Processes that use the disk at ``/var/vcap/store`` must not delay the unmount."""
     await instance.mount("a", "b")
     looked_at: list[set[Path]] = []
 
@@ -658,7 +662,7 @@ async def test_disk_unmount_kills_job_processes(instance: InstanceWithVolumes) -
 
 
 @each_way
-async def test_disk_unmount_terminates_a_jobs_processes_in_parallel(instance: InstanceWithVolumes) -> None:
+async def test_disk_unmount_terminates_job_processes_in_parallel(instance: InstanceWithVolumes) -> None:
     """If the processes were terminated one after the other, the request would take minutes."""
     instance.timeouts = msgspec.structs.replace(instance.timeouts, grace=60.0)
     instance.start_agent()
@@ -741,7 +745,9 @@ async def test_missing_disk_is_reported_as_a_problem(instance: InstanceWithVolum
 
 
 @each_way
-async def test_another_instances_disk_is_mounted_only_on_the_directors_request(instance: InstanceWithVolumes) -> None:
+async def test_disk_of_another_instance_is_mounted_only_if_the_director_requests_it(
+    instance: InstanceWithVolumes,
+) -> None:
     """A new VM gets ``mount_disk`` before it learns its own instance id."""
     await instance.mount("a")
     instance.id = "i-2"
@@ -763,7 +769,7 @@ async def test_another_instances_disk_is_mounted_only_on_the_directors_request(i
 async def test_two_disks_marked_for_the_store_stay_unmounted_until_one_is_requested(
     instance: InstanceWithVolumes,
 ) -> None:
-    """The agent cannot know which of the two disks belongs at the store."""
+    """The agent cannot know which of the two disks belongs at ``/var/vcap/store``."""
     for cid in "ab":
         markers.write(instance.attach(cid), Marker(cid, "store"))
 
@@ -787,9 +793,9 @@ async def test_disk_from_an_older_agent_is_adopted(instance: InstanceWithVolumes
 
 
 @each_way
-async def test_resize_begun_by_an_older_agent_is_adopted(instance: InstanceWithVolumes) -> None:
-    """An agent without markers records the new disk as the managed disk before it copies anything
-    (platform/linux_platform.go).
+async def test_disk_migration_begun_by_an_older_agent_is_resumed(instance: InstanceWithVolumes) -> None:
+    """Agents that write no markers, such as the Go agent, record the new disk as the managed disk before they copy
+    anything (platform/linux_platform.go).
     """
     instance.attach("a")
     instance.attach("b")
@@ -1031,7 +1037,7 @@ async def test_migration_is_refused_while_a_process_uses_the_disk(instance: Inst
 
 
 @each_way
-async def test_disk_requests_are_refused_during_a_migration(
+async def test_disks_can_be_listed_but_not_unmounted_during_a_migration(
     instance: InstanceWithVolumes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await resizing(instance)
@@ -1083,7 +1089,7 @@ async def test_migration_logs_files_that_it_could_not_copy(
 async def test_migration_killed_at_any_step_is_completed(
     instance: InstanceWithVolumes, step: int, restart: Callable[[InstanceWithVolumes], None]
 ) -> None:
-    """After the restart, one of the two disks must be mounted on the store and contain all its files."""
+    """After the restart, one of the two disks must be mounted on the store and contain all files."""
     wanted = await resizing(instance)
     assert await migrate_until(step, instance) or step < MORE_THAN_ALL - 1
     restart(instance)
@@ -1251,7 +1257,7 @@ async def test_dynamic_disk_is_linked_when_it_appears_and_can_be_unlinked(instan
 
 @pytest.mark.parametrize(("hint", "why"), [("/does/not/exist", "there is no /does/not/exist"), (None, "the CPI has")])
 @each_way
-async def test_dynamic_disk_that_does_not_appear_is_an_error(
+async def test_dynamic_disk_that_does_not_appear_or_has_an_unsafe_name_is_an_error(
     instance: InstanceWithVolumes, hint: str | None, why: str
 ) -> None:
     with pytest.raises(ActionError, match=f"^Timed out resolving device path for d: {why}"):

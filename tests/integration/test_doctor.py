@@ -1,4 +1,4 @@
-"""``agent-shim doctor`` on this machine."""
+"""Tests ``agent-shim doctor`` on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agent_shim.demo import pki
 from tests.support.broker import NatsServer
 
 
-def examined(base: Path, *words: str) -> tuple[int, dict[str, Any]]:
+def run_doctor(base: Path, *words: str) -> tuple[int, dict[str, Any]]:
     """Run the doctor. Return its exit code and its JSON report."""
     argv = [sys.executable, "-m", "agent_shim.cli", "doctor", "--json", "-b", str(base), *words]
     done = subprocess.run(argv, capture_output=True, timeout=60, check=False)
@@ -32,8 +32,8 @@ def finding(report: dict[str, Any], topic: str) -> dict[str, Any]:
     return next(one for one in report["findings"] if one["topic"] == topic)
 
 
-def settled(base: Path, url: str, certificate: str, ca: str = "x", private_key: str = "") -> None:
-    """Create a tree in which an agent has stored these settings."""
+def write_settings(base: Path, url: str, certificate: str, ca: str = "x", private_key: str = "") -> None:
+    """Store settings under ``base``, with the bus address ``url`` and bus credentials."""
     settings = {
         "agent_id": "a1",
         "mbus": url,
@@ -48,7 +48,7 @@ def test_doctor_checks_everything_and_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     before = sorted(tmp_path.rglob("*"))
 
-    code, report = examined(tmp_path)
+    code, report = run_doctor(tmp_path)
 
     assert code == int(any(one["verdict"] == "wrong" for one in report["findings"]))
     assert report["clean"] == (code == 0)
@@ -60,12 +60,12 @@ def test_doctor_checks_everything_and_leaves_no_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Attribute's length")
-def test_doctor_reports_an_expired_certificate_and_a_missing_address(tmp_path: Path) -> None:
+def test_doctor_reports_unreachable_bus_expired_certificate_and_missing_address(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as once:
         port = once.getsockname()[1]
-    settled(tmp_path, f"nats://127.0.0.1:{port}", pki.Authority().agent("a1", valid=pki.EXPIRED).certificate)
+    write_settings(tmp_path, f"nats://127.0.0.1:{port}", pki.Authority().agent("a1", valid=pki.EXPIRED).certificate)
 
-    code, report = examined(tmp_path)
+    code, report = run_doctor(tmp_path)
 
     assert code == 1
     assert finding(report, "bus")["found"] == f"127.0.0.1:{port}: Connection refused"
@@ -73,13 +73,13 @@ def test_doctor_reports_an_expired_certificate_and_a_missing_address(tmp_path: P
     assert finding(report, "addresses")["found"] == "no interface has 198.51.100.77 (network default of the settings)"
 
 
-async def test_doctor_bus_probe_causes_no_error_in_the_servers_log(tmp_path: Path) -> None:
+async def test_doctor_bus_probe_causes_no_error_in_the_bus_server_log(tmp_path: Path) -> None:
     """The doctor completes the TLS handshake but does not log in, so the server logs no error."""
     async with NatsServer(tmp_path / "bus") as server:
         cert = server.mbus("a1")
-        settled(tmp_path, server.url, cert.certificate, ca=cert.ca, private_key=cert.private_key)
+        write_settings(tmp_path, server.url, cert.certificate, ca=cert.ca, private_key=cert.private_key)
 
-        _, report = await asyncio.to_thread(examined, tmp_path)
+        _, report = await asyncio.to_thread(run_doctor, tmp_path)
 
         assert finding(report, "bus") == finding(report, "bus") | {"verdict": "good"}
     assert "[ERR]" not in server.log.read_text()
@@ -91,7 +91,7 @@ def test_doctor_reports_a_port_used_by_another_process(tmp_path: Path) -> None:
         config = tmp_path / "agent.json"
         config.write_text(json.dumps({"AgentShim": {"http": f"127.0.0.1:{port}"}}))
 
-        code, report = examined(tmp_path, "-C", str(config))
+        code, report = run_doctor(tmp_path, "-C", str(config))
 
     assert code == 1
     assert finding(report, f"port {port}")["found"] == "metrics and probes: another program listens there"
@@ -128,7 +128,7 @@ def test_doctor_reports_a_missing_configuration_file(tmp_path: Path) -> None:
 def test_doctor_removes_secrets_and_control_characters_from_invalid_addresses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
-    settled(tmp_path, url, "none")
+    write_settings(tmp_path, url, "none")
     report = doctor.examine(Paths(tmp_path), None)
     monkeypatch.setattr(doctor, "examine", lambda *_: report)
     for form in ([], ["--json"]):

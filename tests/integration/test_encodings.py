@@ -1,4 +1,4 @@
-"""Commands whose output contains characters that the locale's encoding cannot represent."""
+"""Tests commands whose output contains characters that the locale's encoding cannot represent."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ async def place(tmp_path: Path) -> AsyncIterator[StandaloneTree]:
     The text is in one job's log. The other job's start program prints it and fails.
     """
     made = StandaloneTree(tmp_path)
-    made.lay("jobs/web", jobs.sleeper(made.paths, "web"))
+    made.write_files("jobs/web", jobs.sleeper(made.paths, "web"))
     said = os.fsencode(TEXT).decode("latin-1")
     broken = {
         "monit": f"check process broken with pidfile {made.paths.run}/broken.pid\n"
         f'  start program "{made.paths.jobs}/broken/bin/ctl"\n  group vcap\n',
         "bin/ctl": f"#!/usr/bin/env python3\nimport os, sys\nos.write(2, {said!r}.encode('latin-1'))\nsys.exit(1)\n",
     }
-    made.lay("jobs/broken", broken)
+    made.write_files("jobs/broken", broken)
     made.start()
     try:
         await until(made.paths.control_socket.exists)

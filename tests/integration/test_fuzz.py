@@ -21,7 +21,7 @@ def test_fuzzed_input_is_parsed_or_rejected(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", fuzz.TARGETS)
-def test_first_fuzzing_seed_is_parsed(name: str) -> None:
+def test_first_seed_of_each_fuzzing_target_is_parsed(name: str) -> None:
     """A fuzzing target that rejects even its valid seed tests nothing."""
     fuzz.TARGETS[name].read(fuzz.TARGETS[name].seeds[0])
 

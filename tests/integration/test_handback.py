@@ -1,4 +1,4 @@
-"""Handing an instance back to the Go agent and monit: its processes keep running, and files are kept, changed or
+"""Tests handing an instance back to the Go agent and monit: its processes keep running, and files are kept, changed or
 removed as these programs require.
 """
 
@@ -86,7 +86,9 @@ async def test_handback_writes_no_monit_files_for_stopped_jobs(instance: Running
 
 
 @pytest.mark.slow
-async def test_handback_reports_processes_that_monit_would_start(instance: RunningAgent) -> None:
+async def test_handback_is_refused_while_an_agent_runs_and_reports_what_monit_would_start(
+    instance: RunningAgent,
+) -> None:
     before = await instance.deploy(3)
     status, output = await instance.execute("handback")
     assert (status, "cannot hand back: another agent, process" in output) == (3, True)

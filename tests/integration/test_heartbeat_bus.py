@@ -1,4 +1,4 @@
-"""Heartbeats and alerts as the Health Monitor receives them at the beginning of each connection."""
+"""Tests heartbeats and alerts as the Health Monitor receives them at the beginning of each connection."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The HTTP server for metrics, probes and monit's API, with hostile clients: connection limits and ambiguous
-requests.
-"""
+"""Tests how the HTTP server for metrics, probes and monit's API limits connections and rejects ambiguous requests."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ async def where(heard: list[HttpRequest]) -> AsyncIterator[Where]:
 
 
 async def ask(where: Where, *pieces: bytes) -> bytes:
-    """Send the pieces one after the other, and return everything that the server sends."""
+    """Send ``pieces`` one after the other, and return everything that the server sends."""
     reader, writer = await asyncio.open_connection(*where)
     try:
         async with asyncio.timeout(10):
@@ -63,7 +61,7 @@ LENGTHS = {
 }
 
 
-@pytest.mark.attack("a neighbour sends requests that are malformed or never end to an open port")
+@pytest.mark.attack("a neighbour sends malformed or endless requests to an open port")
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
 async def test_oversized_http_body_is_rejected_before_it_is_sent(where: Where, length: bytes) -> None:
     answer = await ask(where, b"POST / HTTP/1.1\r\nContent-Length: " + length + b"\r\n\r\n")
@@ -82,9 +80,9 @@ BEGINNINGS = {
 }
 
 
-@pytest.mark.attack("a neighbour sends requests that are malformed or never end to an open port")
+@pytest.mark.attack("a neighbour sends malformed or endless requests to an open port")
 @pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS)
-async def test_endless_http_request_is_cut_off_without_using_memory(where: Where, beginning: bytes) -> None:
+async def test_endless_http_request_is_cut_off_and_not_kept_in_memory(where: Where, beginning: bytes) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     _, writer = await asyncio.open_connection(*where)
 
@@ -137,7 +135,9 @@ async def test_ambiguous_http_requests_are_rejected(where: Where, heard: list[Ht
 @pytest.mark.parametrize(
     "line", [b"GET / HTTP/0.9", b"GET / HTTP/2.0", b"GET / HTTP/1.2", b"GET /\0 HTTP/1.1", b"GET /"]
 )
-async def test_http_server_rejects_other_protocols(where: Where, heard: list[HttpRequest], line: bytes) -> None:
+async def test_http_server_rejects_unsupported_versions_and_malformed_request_lines(
+    where: Where, heard: list[HttpRequest], line: bytes
+) -> None:
     assert (await ask(where, line + b"\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
     assert heard == []
 

@@ -1,4 +1,4 @@
-"""The HTTPS endpoint with slow, disconnecting or hostile clients, with too many clients, and when its certificate is
+"""Tests the HTTPS endpoint with slow, disconnecting, hostile or too many clients, and while its certificate is
 replaced.
 """
 
@@ -39,8 +39,8 @@ from tests.support.waiting import until
 
 
 class PingAgent:
-    """Answers ``ping`` immediately, and other requests once ``released`` is set. Records which requests began and how
-    they were completed.
+    """Answers ``ping`` immediately, and other requests once ``released`` is set. Records that a request has begun and
+    how it ended.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ def request(method: str) -> bytes:
 
 
 async def until_closed(reader: asyncio.StreamReader) -> bytes:
-    """Read until the other side closes the connection. Return the bytes."""
+    """Return everything that the other side sends until it closes the connection."""
     async with asyncio.timeout(10):
         try:
             return await reader.read()
@@ -111,7 +111,9 @@ async def test_https_action_finishes_after_its_client_disconnects(bus: HttpsBus,
 
 
 @pytest.mark.parametrize("sent", [0, 100, 300_000])
-async def test_interrupted_https_upload_leaves_no_file(bus: HttpsBus, tmp_path: Path, sent: int) -> None:
+async def test_interrupted_https_upload_keeps_the_earlier_blob_and_leaves_no_other_file(
+    bus: HttpsBus, tmp_path: Path, sent: int
+) -> None:
     cli = AgentClient(bus.port)
     await cli.put_blob("one", b"old")
     async with cli.connected() as (_, writer):
@@ -169,7 +171,7 @@ async def test_https_connection_without_a_request_is_closed(hasty: HttpsBus, sai
     ],
     ids=["request", "upload"],
 )
-async def test_stalled_https_upload_is_rejected_and_removed(
+async def test_stalled_https_request_body_is_rejected_and_removed(
     hasty: HttpsBus, tmp_path: Path, begun: bytes, status: int, said: bytes | None
 ) -> None:
     async with AgentClient(hasty.port).connected() as (reader, writer):
@@ -255,9 +257,9 @@ async def test_https_bodies_above_the_limit_are_rejected(hasty: HttpsBus, tmp_pa
     assert await cli.value("ping") == "ping"
 
 
-async def test_https_requests_beyond_64_mib_in_total_get_503(agent: PingAgent, tmp_path: Path) -> None:
-    """Without this limit, a client with the password could occupy two gigabytes by sending a body of 16 MiB on each
-    connection.
+async def test_https_requests_beyond_the_total_size_limit_get_503(agent: PingAgent, tmp_path: Path) -> None:
+    """Without this limit, a client with the password could occupy two gigabytes of memory by sending a body of 16 MiB
+    on each connection.
     """
     async with on_https(agent.handle, tmp_path, requests=3000) as bus, AsyncExitStack() as stack:
         cli = AgentClient(bus.port)
@@ -426,7 +428,7 @@ async def test_https_blob_transfers_are_counted(
         os.urandom(10_000),
     ],
 )
-async def test_invalid_http_or_tls_closes_only_that_connection(hasty: HttpsBus, said: bytes) -> None:
+async def test_invalid_http_or_tls_data_closes_only_the_connection_that_sent_it(hasty: HttpsBus, said: bytes) -> None:
     cli = AgentClient(hasty.port)
     async with cli.connected() as (reader, writer):
         writer.write(said)

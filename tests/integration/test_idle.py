@@ -1,5 +1,5 @@
-"""A real, idle agent with five jobs: its imported modules, its memory compared with a bare interpreter, and how often
-its event loop wakes up.
+"""Tests a real, idle agent with five jobs: its imported modules, its memory compared with a bare interpreter, and how
+often its event loop wakes up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tools.bench.idle import scrape
 
 JOBS: Final = 5
 LIBRARIES: Final = {"httptools", "msgspec", "nats", "prometheus_client", "psutil"}
-"""Third-party modules that the agent may import."""
+"""Third-party modules that the agent is allowed to import."""
 ABSENT: Final = {
     *(
         "agent_shim.demo",
@@ -90,8 +90,10 @@ pipe.
 """
 
 
-async def test_idle_agent_wakes_rarely_and_imports_few_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AGENT_SHIM_LOOP_REPORTS", raising=False)  # the loop guard would import test modules
+async def test_idle_agent_wakes_rarely_and_uses_little_memory_and_few_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AGENT_SHIM_LOOP_REPORTS", raising=False)  # if set, the agent would import test modules
     pipe, program = tmp_path / "told", tmp_path / "watched.py"
     program.write_text(_WATCHED)
     os.mkfifo(pipe)

@@ -30,7 +30,7 @@ LASTS = "echo $$ >$pidfile; exec sleep 100000"
 def job(instance: RunningAgent, name: str, pre_start: str = "") -> dict[str, str | bytes]:
     """Return a job with one process.
 
-    The process and its pre-start script write their names to a log on the data volume, which outlives the container.
+    The process and the pre-start script write their names to a log on the data volume, which outlives the container.
     """
     log = instance.base / "data/events"
     made: dict[str, str | bytes] = {**jobs.process(Paths(instance.base), name, f"echo {name} >>{log}; {LASTS}")}
@@ -47,7 +47,7 @@ def events(instance: RunningAgent) -> list[str]:
 async def deploy(
     instance: RunningAgent, files_of: Mapping[str, Mapping[str, str | bytes]], *, start: bool = True
 ) -> None:
-    """Deploy these jobs as the Director does, but without pre-start."""
+    """Deploy the jobs in ``files_of`` as the Director does, but without running pre-start."""
     spec = jobs.spec(instance.store, files_of, {"tool": {"content": "1"}}, networks=NETWORKS)
     await instance.director.run(AGENT, "apply", spec)
     if start:
@@ -65,7 +65,7 @@ async def end_container(instance: RunningAgent) -> None:
 
 
 def reset_root(instance: RunningAgent) -> None:
-    """Replace the root file system. The data volume stays."""
+    """Replace the root file system, but keep the data volume."""
     for path in instance.base.iterdir():
         if path.name != "data":
             files.remove_tree(path)
@@ -85,14 +85,14 @@ async def state(instance: RunningAgent) -> dict[str, Any]:
 
 
 async def in_state(instance: RunningAgent, *job_states: str) -> None:
-    """Wait until the instance has this state."""
+    """Wait until the instance is in one of ``job_states``."""
     async with asyncio.timeout(TIMEOUT_S):
         while (await state(instance))["job_state"] not in job_states:
             await asyncio.sleep(0.02)
 
 
-async def until_said(instance: RunningAgent, text: str) -> None:
-    """Wait until the agent's log contains this text."""
+async def until_logged(instance: RunningAgent, text: str) -> None:
+    """Wait until the agent's log contains ``text``."""
     await until(lambda: text in instance.log_text())
 
 
@@ -166,7 +166,7 @@ async def test_stopped_jobs_stay_stopped_in_a_new_container_until_started(
 
     await restart_container(instance)
 
-    await instance.director.run(AGENT, "list_disk")  # this would hang if the recovery had begun
+    await instance.director.run(AGENT, "list_disk")  # this request would hang during the recovery
     assert (await state(instance))["job_state"] == "stopped" or not was_started
     assert events(instance) == []
     await instance.director.run(AGENT, "start")
@@ -183,13 +183,13 @@ async def test_agent_that_was_shut_down_starts_no_jobs(instance: RunningAgent) -
     await instance.start_agent()
     await deploy(instance, {"job-web": job(instance, "job-web")})
     await instance.director.value(AGENT, "shutdown")
-    await until_said(instance, "job-web: emptied, now stopped")
+    await until_logged(instance, "job-web: emptied, now stopped")
     await end_container(instance)
     reset_root(instance)
 
     (instance.scratch / "agent.log").unlink()
     starting = asyncio.create_task(instance.start_agent())
-    await until_said(instance, "stays idle until it gets another agent_id")
+    await until_logged(instance, "stays idle until it gets another agent_id")
     starting.cancel()
 
     assert instance.pids() == {}
@@ -373,7 +373,7 @@ async def test_agent_that_lost_its_volume_kills_its_jobs_and_disconnects(instanc
         file.write(raw)
     before = await snapshot(instance.base / "data/bosh")
 
-    await until_said(instance, f"was taken over by agent {AGENT} on elsewhere")
+    await until_logged(instance, f"was taken over by agent {AGENT} on elsewhere")
 
     async with asyncio.timeout(TIMEOUT_S):
         await until(lambda: not Path(f"/proc/{pid}").exists())

@@ -1,4 +1,4 @@
-"""Keepers with real processes. A keeper starts a program, kills all of its descendants on request, and accepts a
+"""Tests keepers with real processes. A keeper starts a program, kills all of its descendants on request, and accepts a
 connection from the next agent.
 """
 
@@ -47,7 +47,7 @@ belongs to the program. Leak detection is off, because it would need ptrace.
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build a keeper with sanitizers, and return its path.
 
-    The keeper reports undefined behaviour and invalid memory accesses in files next to it.
+    The keeper reports undefined behaviour and invalid memory accesses in files in the same directory.
     """
     directory = tmp_path_factory.mktemp("sanitized")
     (directory / "options.c").write_text(OPTIONS.replace("%s", str(directory / "finding")))
@@ -88,7 +88,7 @@ def shell(script: str) -> Program:
 
 
 async def until_below(kept: Keeper, count: int) -> list[proc.Stat]:
-    """Wait until the keeper has this many descendants. Return them."""
+    """Wait until the keeper has ``count`` descendants, and return them."""
     while len(found := kept.processes()) != count:
         await asyncio.sleep(0.01)
     return found
@@ -172,8 +172,8 @@ async def test_keeper_kills_processes_that_ignore_sigterm(sockets: Path) -> None
 
 @pytest.mark.attack("a job makes its keeper its tracer (PTRACE_TRACEME), so that it cannot be stopped")
 async def test_program_that_is_traced_by_its_keeper_counts_as_running_until_it_is_killed(sockets: Path) -> None:
-    """A program needs no privileges to make its parent its tracer. If it does this, the keeper also gets a status
-    whenever a signal stops the program.
+    """A program needs no privileges to make its parent its tracer. The keeper then also gets a status whenever
+    a signal stops the program.
     """
     script = "import ctypes, signal; print(ctypes.CDLL(None).ptrace(0, 0, 0, 0)); signal.raise_signal(signal.SIGUSR1)"
     kept = await keeper.spawn(sockets, "traced", Program([sys.executable, "-c", script], {}))
@@ -366,7 +366,7 @@ async def test_failed_keeper_leaves_no_socket(sockets: Path, tmp_path: Path, mon
 
 
 async def test_keeper_start_without_free_descriptors_leaves_no_socket(sockets: Path) -> None:
-    """The start is tried with zero, one, two and more free descriptors, so that it fails once at every step."""
+    """The start is tried with zero, one, two and more free descriptors so that it fails once at every step."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, hard))
@@ -409,7 +409,7 @@ async def test_kill_succeeds_if_the_keeper_is_released_before_it_answers(sockets
     kept = await keeper.spawn(sockets, "gone", shell("exec sleep 1000"))
     kept.on_change = lambda: kept.release() if kept.state.is_childless else None
     os.kill(kept.state.program, signal.SIGKILL)
-    while proc.stat(kept.state.program) is not None:  # do not let the event loop read the report yet
+    while proc.stat(kept.state.program) is not None:  # do not await, so that the keeper's report stays unread
         time.sleep(0.001)  # noqa: ASYNC251
 
     await kept.kill()
@@ -469,7 +469,7 @@ async def test_keeper_records_exits_even_if_its_parent_ignores_sigchld(sockets: 
 
 
 async def test_keeper_without_children_exits_on_sigterm(sockets: Path) -> None:
-    """A keeper gets SIGTERM when the machine shuts down, so no further agent will connect to it."""
+    """A keeper gets SIGTERM when the machine shuts down. No agent will connect to the keeper after that."""
     kept = await keeper.spawn(sockets, "shutdown", shell("exit 0"))
     assert await kept.is_childless_within(60)
     os.kill(kept.pid, signal.SIGTERM)
@@ -479,8 +479,10 @@ async def test_keeper_without_children_exits_on_sigterm(sockets: Path) -> None:
     assert not kept.is_lost
 
 
-async def test_keepers_last_report_arrives_even_if_it_has_unread_requests(sockets: Path) -> None:
-    """The kernel resets a connection that is closed with unread requests."""
+async def test_last_report_of_a_keeper_with_unread_requests_arrives(sockets: Path) -> None:
+    """If a keeper closes a connection with unread requests, the kernel resets the connection, which could discard
+    the report.
+    """
     kept = await keeper.spawn(sockets, "shutdown", shell("exec sleep 1000"))
     os.kill(kept.pid, signal.SIGSTOP)
     os.kill(kept.pid, signal.SIGTERM)
@@ -540,7 +542,7 @@ async def test_agent_that_never_reads_does_not_block_the_keeper(sockets: Path) -
     (path,) = sockets.iterdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(str(path))
-        with contextlib.suppress(ConnectionError):  # the keeper closes the connection
+        with contextlib.suppress(ConnectionError):  # raised when the keeper closes the connection
             while True:
                 connection.send(b"state")
 

@@ -1,4 +1,4 @@
-"""Keepers that were killed by root or by the agent's user. A service must not be reported as stopped while its
+"""Tests keepers that were killed by root or by the agent's user. A service must not be reported as stopped while its
 processes may still be running.
 """
 
@@ -29,7 +29,7 @@ def keeper_of(supervisor: Supervisor) -> int:
     return kept.pid
 
 
-async def test_service_fails_and_cannot_be_stopped_while_its_killed_keepers_processes_remain(world: JobTree) -> None:
+async def test_service_fails_and_cannot_be_stopped_while_processes_of_its_killed_keeper_remain(world: JobTree) -> None:
     """Once the processes that may belong to the service have exited, the stop must succeed."""
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
@@ -58,7 +58,7 @@ async def test_service_fails_and_cannot_be_stopped_while_its_killed_keepers_proc
 async def test_next_agent_detects_a_killed_keeper(
     world: JobTree, monkeypatch: pytest.MonkeyPatch, set_back_s: int
 ) -> None:
-    """The machine's clock may have been set back in the meantime."""
+    """This must also work if the machine's clock is set back before the next agent starts."""
     child = world.base / "child"
     job = world.job("web", f"{HIDDEN.format(child=child)}; echo $$ >$pidfile; {LASTING}")
     with reaper.reaping():
@@ -205,7 +205,7 @@ async def test_hanging_keeper_start_fails_the_stop_and_is_not_retried(
             await supervisor.stop(wait=True)
 
 
-async def test_stop_fails_while_an_earlier_agents_keeper_cannot_be_reached(world: JobTree) -> None:
+async def test_stop_fails_while_a_keeper_from_an_earlier_agent_cannot_be_reached(world: JobTree) -> None:
     (world.base / "files.json").write_bytes(msgspec.json.encode([world.job("web")]))
     command = [sys.executable, "-m", "tests.support.programs.agent", str(world.base)]
     env = {"TEST_OF": str(world.base), "PATH": os.environ["PATH"]}
@@ -218,8 +218,8 @@ async def test_stop_fails_while_an_earlier_agents_keeper_cannot_be_reached(world
         (kept,) = keeper.living(world.paths.keepers)
         (path,) = world.paths.keepers.iterdir()
         hidden = path.rename(world.base / "hidden")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wrong:  # Keepers use another socket type.
-            with contextlib.chdir(path.parent):  # The absolute path may be too long.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wrong:  # Keepers use a different socket type.
+            with contextlib.chdir(path.parent):  # The absolute path may be too long for a socket.
                 wrong.bind(path.name)
             async with world.supervisor() as supervisor:
                 await supervisor.recover()

@@ -1,4 +1,4 @@
-"""Modules that need a lot of memory or time to import are imported only when they are used."""
+"""Modules that take a lot of memory or time to import are imported only when they are used."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_ca_certificates_are_loaded_at_first_use(module: str) -> None:
     assert said.split() == ["0", "CERT_REQUIRED", "1"]
 
 
-def test_monit_command_needs_only_the_standard_library() -> None:
-    """Scripts call the command often, so it must start quickly."""
+def test_monit_command_imports_neither_msgspec_nor_asyncio() -> None:
+    """Scripts call the command often, so it must start quickly. Both modules take a long time to import."""
     known = "json.dumps(sorted({name.partition('.')[0] for name in sys.modules}))"
     code = f"import sys, json; import agent_shim.cli.monit; print({known})"
 

@@ -1,4 +1,4 @@
-"""The agent's log when its standard error goes to svlogd, as on stemcells with runit."""
+"""Tests the agent's log when its standard error goes to svlogd, as on stemcells with runit."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 @pytest.mark.parametrize("holder", ["svlogd", "nobody"])
 def test_log_line_is_written_once_under_svlogd(tmp_path: Path, holder: str) -> None:
-    """svlogd writes its standard input to a file in the directory that it has locked (runit, svlogd.c), so the agent
-    must write the line only to stderr and not to the same file.
+    """svlogd writes its standard input to a file in the directory that it has locked (runit, svlogd.c). The agent must
+    write the line only to stderr, and not to the same file.
     """
     code = (
         "import logging, sys; from pathlib import Path; from agent_shim.core import log\n"
@@ -33,7 +33,9 @@ def test_log_line_is_written_once_under_svlogd(tmp_path: Path, holder: str) -> N
 
 @pytest.mark.parametrize("end", ["return", "raise ValueError", "sys.exit(3)"])
 def test_last_request_is_logged_however_the_process_exits(tmp_path: Path, end: str) -> None:
-    """Log lines are normally written in the next event loop iteration, but there is none after these exits."""
+    """Log lines are normally written in the next event loop iteration, but a process that exits has no further
+    iteration.
+    """
     code = (
         "import asyncio, logging, sys; from pathlib import Path; from agent_shim.core import log\n"
         "log.setup(file=Path(sys.argv[1], 'current'))\n"

@@ -1,4 +1,4 @@
-"""The loop guard, which reports code that blocks the event loop: what it reports and what it ignores."""
+"""Tests the loop guard: which blocked event loops it reports, and which it ignores."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_loop_guard_does_not_add_program_start_time_to_a_wait_for_the_gil(
     def start_and_wait() -> None:
         with loop_guard.spawning():
             time.sleep(0.1)
-        other = threading.Thread(target=sum, args=(range(3_000_000),))  # never releases the GIL
+        other = threading.Thread(target=sum, args=(range(3_000_000),))  # this sum never releases the GIL
         other.start()
         while other.is_alive():
             pass

@@ -1,4 +1,4 @@
-"""Sending email to servers that misbehave. Normal delivery is tested in test_monit_daemon.py."""
+"""Tests sending email to servers that misbehave. Normal delivery is tested in test_monit_daemon.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One agent with a hundred processes. All processes are killed at the same time, and later the agent is killed."""
+"""Tests one agent with a hundred processes. All processes are killed at the same time, and then the agent is killed."""
 
 from __future__ import annotations
 

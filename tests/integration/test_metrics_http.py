@@ -22,7 +22,7 @@ Where = tuple[str, int]
 
 
 class Readiness:
-    """Stand-in for the agent's readiness, with the answers that a test has set."""
+    """A stand-in for the agent's readiness check, which returns the answers that a test has set."""
 
     def __init__(self) -> None:
         self.answers = {"jobs": (True, "ready"), "agent": (True, "connected")}
@@ -50,7 +50,7 @@ async def where(readiness: Readiness) -> AsyncIterator[Where]:
 
 
 async def ask(where: Where, request: bytes) -> bytes:
-    """Send these bytes, and return everything that the server sends until it closes."""
+    """Send ``request``, and return everything that the server sends until it closes the connection."""
     reader, writer = await asyncio.open_connection(*where)
     try:
         writer.write(request)
@@ -144,7 +144,9 @@ async def test_health_and_readiness_endpoints_give_the_reason(where: Where, read
         ("DELETE /healthz HTTP/1.1", 405),
     ],
 )
-async def test_unknown_metrics_path_or_method_is_rejected(where: Where, request_line: str, status: int) -> None:
+async def test_metrics_requests_with_an_unknown_path_or_method_or_bad_syntax_are_rejected(
+    where: Where, request_line: str, status: int
+) -> None:
     answer = await ask(where, f"{request_line}\r\n\r\n".encode())
 
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
@@ -205,7 +207,7 @@ async def test_slow_metrics_client_is_disconnected(where: Where, monkeypatch: py
 
 
 async def keep_sending(writer: asyncio.StreamWriter, piece: bytes, pause: float) -> None:
-    """Send this piece repeatedly until the other side has closed the connection."""
+    """Send ``piece`` repeatedly until the other side has closed the connection."""
     async with asyncio.timeout(60):
         while True:
             writer.write(piece)

@@ -1,4 +1,4 @@
-"""``monit`` and ``agent-shim start|stop|…`` with a running agent."""
+"""Tests ``monit`` and ``agent-shim start|stop|…`` with a running agent."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_monit_command_stops_starts_and_restarts_named_services(instance: 
 async def test_monit_command_unmonitors_and_monitors_groups_and_all_services(
     instance: RunningAgent,
 ) -> None:
-    """``monit quit`` prints the same text as the original command, but only unmonitors the services."""
+    """``monit quit`` prints the same message as the original command, but only unmonitors the services."""
     assert (await monit(instance, "unmonitor -g nobody")) == (0, "")
     await until_summary(instance, "'job0'.* running$", "'job1'.* running$")
 
@@ -78,7 +78,7 @@ async def test_monit_command_unmonitors_and_monitors_groups_and_all_services(
     assert await instance.director.value(AGENT, "ping") == "pong"
 
 
-async def test_monit_command_with_wait_returns_when_the_action_is_done(instance: RunningAgent) -> None:
+async def test_agent_shim_action_with_wait_returns_when_it_is_done_or_has_failed(instance: RunningAgent) -> None:
     assert await instance.execute("stop", "job0", "job1", "--wait") == (0, "")
     assert instance.pids() == {}
 

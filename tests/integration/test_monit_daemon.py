@@ -1,5 +1,5 @@
-"""The daemon that replaces monit, run as a process with real jobs and a mail server: HTTP, mail, reloads, restarts and
-exits.
+"""Tests the daemon that replaces monit, run as a process with real jobs and a mail server: HTTP, mail, reloads,
+restarts and exits.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class MonitTree:
         return len(self.world.lines())
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run the ``monit`` command for this daemon with the given arguments."""
+        """Run the ``monit`` command with the arguments ``words`` against the daemon."""
         argv = [sys.executable, "-m", "agent_shim.cli.monit", "-b", str(self.base), *words]
         return subprocess.run(argv, capture_output=True, text=True, check=False)
 
@@ -188,7 +188,7 @@ async def mail_server(port: int) -> AsyncIterator[list[list[str]]]:
 
 
 def alert(mail: list[str]) -> dict[str, str]:
-    """Return the values that the Go agent reads from an email (jobsupervisor/alert_envelope.go), by name."""
+    """Return the values that the Go agent reads from an email (jobsupervisor/alert_envelope.go), keyed by name."""
     lines = [line.strip().partition(": ") for line in mail]
     wanted = ("Service", "Event", "Action", "Date", "Description", "Message-id")
     return {name: value for name, _, value in lines if name in wanted}
@@ -218,7 +218,7 @@ async def test_monit_daemon_starts_and_reports_the_jobs_in_its_files(vm: MonitTr
     assert "web: appeared, now running" in (vm.base / "monit/monit.log").read_text()
 
 
-async def test_monit_daemon_does_not_start_services_in_manual_mode(vm: MonitTree) -> None:
+async def test_monit_daemon_starts_services_in_manual_mode_only_on_request(vm: MonitTree) -> None:
     vm.add("web", "worker")
     with (vm.base / "monit/job/0000_worker.monitrc").open("a") as file:
         file.write("\n  mode manual\n")
@@ -295,8 +295,8 @@ async def test_monit_daemon_stops_and_starts_services_only_for_authorized_http_c
 
 @pytest.mark.parametrize("how", ["SIGHUP", "monit reload", "killed"])
 async def test_monit_daemon_reload_adds_new_jobs_and_forgets_removed_ones(vm: MonitTree, how: str) -> None:
-    """As under monit, a removed job's processes keep running. The Go agent waits for an increased incarnation, so
-    two reloads in the same second must both increase it.
+    """As under monit, a removed job's processes keep running. The Go agent waits until the incarnation has increased,
+    so every reload must increase it, even if two reloads happen in the same second.
     """
     vm.add("web", "db")
     vm.start()
@@ -377,7 +377,7 @@ async def test_next_monit_daemon_adopts_running_jobs(vm: MonitTree, number: sign
     assert vm.starts() == 4
 
 
-async def test_monit_daemon_reads_and_writes_monits_state_file(vm: MonitTree) -> None:
+async def test_monit_daemon_reads_and_writes_the_monit_state_file(vm: MonitTree) -> None:
     vm.add("web", "db")
     state, left = vm.base / "monit/monit.state", [(b"web", 0, 0, 0, 1, 0), (b"db", 0, 0, 0, 0, 0)]
     state.write_bytes(struct.pack("i", 2) + b"".join(monitrc.STATE.pack(*each) for each in left))
@@ -475,7 +475,7 @@ async def test_monit_daemon_serves_status_summary_and_metrics(vm: MonitTree) -> 
     assert "agent_shim_bus_connected" not in [line.split(" ")[0] for line in text.splitlines()]
 
 
-def test_monit_daemon_does_not_import_the_bus() -> None:
+def test_monit_daemon_does_not_import_modules_that_only_an_agent_needs() -> None:
     """The modules for the bus, actions, blobs and disks use a lot of memory, and only an agent needs them."""
     script = "import sys; import agent_shim.daemon.monit_daemon; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()

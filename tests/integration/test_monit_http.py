@@ -1,5 +1,5 @@
-"""monit's HTTP API: the responses that the Go agent reads, the requests that galera-agent in pxc-release sends, and
-access control.
+"""Tests monit's HTTP API: the responses that the Go agent reads, the requests that galera-agent in pxc-release sends,
+and access control.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def world(world: JobTree) -> JobTree:
 
 @contextlib.asynccontextmanager
 async def listening(world: JobTree, *files: JobFile) -> AsyncIterator[tuple[Supervisor, Where]]:
-    """Run a supervisor with these jobs. Yield the supervisor and the address of its API."""
+    """Run a supervisor with the jobs ``files``. Yield the supervisor and the address of its API."""
     async with world.checking(*files) as supervisor:
 
         async def ask(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ async def test_monit_xml_reports_file_fifo_and_host_checks_with_their_results(wo
                     _, _, changing, _ = (await status(where)).findall("services/service")
 
 
-async def test_monit_xml_for_dead_and_failing_services_has_status_and_message(world: JobTree) -> None:
+async def test_monit_xml_for_dead_and_failing_services_contains_status_and_message(world: JobTree) -> None:
     files = [
         world.job("dead", "echo 'no ]]> <way>' >&2; exit 1"),
         JobFile("broken", "", "check process broken with <nonsense>"),
@@ -204,7 +204,7 @@ async def test_galera_agent_stops_and_starts_its_service_over_monit_http(world: 
         assert version_1.findall("service")[0].get("type") == "3"
 
 
-async def test_monit_http_actions_are_executed_or_rejected(world: JobTree) -> None:
+async def test_monit_http_shows_services_and_executes_or_rejects_actions(world: JobTree) -> None:
     async with listening(world, world.job("web")) as (supervisor, where):
         first = (await in_state(supervisor, "web", "running")).pid
         summary = "Process 'web'                       running"
@@ -295,7 +295,7 @@ async def test_monit_mail_port_greets_with_an_error_and_accepts_no_mail() -> Non
         assert said.count(b"\r\n") == 1
 
 
-async def test_agent_listens_on_the_configured_monit_and_mail_ports(instance: Instance) -> None:
+async def test_agent_listens_on_the_configured_monit_ports_and_keeps_its_password(instance: Instance) -> None:
     instance.write_settings()
     ports = free_port(), free_port()
     config = json.loads(instance.config.read_text())

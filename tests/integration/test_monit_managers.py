@@ -1,5 +1,5 @@
-"""The daemon that replaces monit, under real service managers: runit and s6 if they are installed, and systemd in the
-virtual machine.
+"""Tests the daemon that replaces monit under real service managers: runit and s6 if they are installed, and systemd in
+the virtual machine.
 """
 
 from __future__ import annotations
@@ -204,9 +204,9 @@ async def test_monit_release_replaces_monit_under_systemd_and_restores_it() -> N
         asked = await asyncio.create_subprocess_shell(command)
         assert await asked.wait() == 0, command
 
-    async def runs(*, is_ours: bool) -> None:
-        """Wait until both jobs run under the release's daemon, or, if ``is_ours`` is False, under the stand-in for
-        monit.
+    async def until_both_run(*, is_ours: bool) -> None:
+        """Wait until both jobs run under the release's daemon. If ``is_ours`` is False, wait for the stand-in for monit
+        instead.
         """
 
         async def found() -> bool:
@@ -238,22 +238,22 @@ async def test_monit_release_replaces_monit_under_systemd_and_restores_it() -> N
     UNIT.write_text(UNIT_TEXT.format(service=vm.base / "bosh/bin"))
     vm.add("web", "db")
     await ask("systemctl daemon-reload; systemctl start monit")
-    await runs(is_ours=False)
+    await until_both_run(is_ours=False)
     before = pids()
 
     for _ in range(2):
         await ask("/var/vcap/jobs/agent_shim_monit/bin/pre-start")
-        await runs(is_ours=True)
+        await until_both_run(is_ours=True)
         assert (pids(), vm.starts()) == (before, 2)
 
     await ask("systemctl kill monit; systemctl start monit")
-    await runs(is_ours=True)
+    await until_both_run(is_ours=True)
     assert not set(pids()) & set(before)
 
     shutil.rmtree(vm.base / "jobs/agent_shim_monit")
     await ask("systemctl kill --kill-whom=main monit; systemctl start monit")
     before = pids()
-    await runs(is_ours=False)
+    await until_both_run(is_ours=False)
     assert pids() == before
     await ask("systemctl stop monit")
     vm.world.end()

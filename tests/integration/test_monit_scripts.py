@@ -1,4 +1,5 @@
-"""Scripts in releases that call ``monit``. Each test runs a script that uses this project's command in a different way.
+"""Tests release scripts that call ``monit``. Each test runs a script that uses this project's command in a different
+way.
 
 The scripts are modelled on those in gorouter, silk, capi, mariadb, logsearch, os-conf, kubo and fissile.
 """
@@ -25,7 +26,7 @@ from tests.support.waiting import until
 
 @pytest.fixture
 def world(world: JobTree) -> JobTree:
-    """Provide a scratch tree with a script that runs the ``monit`` command for it."""
+    """Provide a scratch tree with a script that runs the ``monit`` command for that tree."""
     monit = world.base / "monit.sh"
     monit.write_text(f'#!/bin/sh\nexec {sys.executable} -m agent_shim.cli.monit -b {world.base} "$@"\n')
     monit.chmod(0o755)
@@ -34,7 +35,7 @@ def world(world: JobTree) -> JobTree:
 
 @contextlib.asynccontextmanager
 async def answering(world: JobTree, *files: JobFile) -> AsyncIterator[Supervisor]:
-    """Run a supervisor that checks rules, and answer the ``monit`` command."""
+    """Run a supervisor that checks rules, and answer requests from the ``monit`` command."""
     async with world.checking(*files) as supervisor:
 
         async def answer(request: dict[str, Any], *_: object) -> bytes:
@@ -77,7 +78,7 @@ until monit summary | grep "'archiver'" | grep running; do sleep 0.05; done
         assert info(supervisor, "archiver").pid not in (0, before)
 
 
-async def test_monit_summary_line_ends_with_not_monitored(world: JobTree) -> None:
+async def test_monit_summary_line_for_an_unmonitored_service_ends_with_not_monitored(world: JobTree) -> None:
     """Scripts search the summary for ``not monitored *$`` before they call ``monitor``."""
     async with answering(world, world.job("worker")) as supervisor:
         before = (await in_state(supervisor, "worker", "running")).pid

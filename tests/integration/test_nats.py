@@ -1,4 +1,4 @@
-"""Requests and replies over a real bus, whose server gives the agent the same permissions as in production."""
+"""Tests requests and replies over a real bus, whose server gives the agent the same permissions as in production."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_bus_requests_begin_in_order(tmp_path: Path) -> None:
     assert begun == list(range(500))
 
 
-async def test_t3_bus_subscribes_only_to_its_own_subject() -> None:
+async def test_t3_agent_subscribes_only_to_its_own_subject() -> None:
     seen: list[str] = []
 
     async def script(wire: ClientConnection) -> None:
@@ -102,7 +102,7 @@ async def test_t3_reply_that_the_server_denies_is_counted(tmp_path: Path) -> Non
     ],
     ids=["none", "blank", "injected", "too long", "a line too long", "a line too long in bytes"],
 )
-async def test_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str, size: int) -> None:
+async def test_bus_reply_that_cannot_be_sent_is_dropped(tmp_path: Path, subject: str, size: int) -> None:
     async def handle(data: bytes) -> tuple[str, bytes] | None:
         return (subject, b"x" * size) if b'"bad"' in data else await echo(data)
 
@@ -182,7 +182,7 @@ async def test_ping_is_answered_during_a_flood_of_requests(tmp_path: Path, monke
             task.cancel()
 
 
-async def test_messages_published_without_a_connection_are_not_sent_later(tmp_path: Path) -> None:
+async def test_bus_messages_published_without_a_connection_are_not_sent_later(tmp_path: Path) -> None:
     """A message that arrives late, such as an old heartbeat, would be misleading."""
     async with talking(tmp_path) as talk:
         await talk.server.remove_agent("agent")
@@ -197,7 +197,7 @@ async def test_messages_published_without_a_connection_are_not_sent_later(tmp_pa
         assert [notice.body for notice in talk.monitor.notices] == ["fresh"]
 
 
-async def test_reply_waits_for_the_next_connection(tmp_path: Path) -> None:
+async def test_bus_reply_waits_for_the_next_connection(tmp_path: Path) -> None:
     release = asyncio.Event()
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
@@ -217,7 +217,7 @@ async def test_reply_waits_for_the_next_connection(tmp_path: Path) -> None:
         assert talk.bus.stats.connects == 2
 
 
-async def test_reply_is_dropped_once_the_director_has_given_up(tmp_path: Path) -> None:
+async def test_bus_reply_is_dropped_once_the_director_has_given_up(tmp_path: Path) -> None:
     async with talking(tmp_path, timing=replace(FAST, reply=0.1)) as talk:
         await talk.director.send("agent", "sleep", 0.3)
         await until(lambda: talk.bus.stats.received == 1)
@@ -225,8 +225,8 @@ async def test_reply_is_dropped_once_the_director_has_given_up(tmp_path: Path) -
         await until(lambda: talk.bus.stats.unanswered == 1)
 
 
-async def test_message_published_right_before_a_disconnection_is_sent(tmp_path: Path) -> None:
-    """Megabytes of other messages are queued before this message."""
+async def test_bus_message_published_right_before_a_disconnection_is_sent(tmp_path: Path) -> None:
+    """Megabytes of other messages are queued ahead of this message."""
     async with talking(tmp_path) as talk:
         async with on_bus(talk.server.mbus("agent")) as other:
             await connected(other)
@@ -237,7 +237,7 @@ async def test_message_published_right_before_a_disconnection_is_sent(tmp_path: 
         await talk.monitor.wait_for("shutdown", "agent")
 
 
-async def test_bus_drain_waits_for_requests_in_progress(tmp_path: Path) -> None:
+async def test_bus_drain_waits_for_requests_in_progress_up_to_a_time_limit(tmp_path: Path) -> None:
     async with talking(tmp_path) as talk:
         answer = asyncio.create_task(talk.director.value("agent", "sleep", 0.1))
         await until(lambda: talk.bus.stats.received == 1)

@@ -1,4 +1,4 @@
-"""Bus connections that are refused, cut, silently lost or replaced. The agent always connects again."""
+"""Tests bus connections that are refused, cut, silently lost or replaced. The agent always connects again."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.support.proxy import Proxy
 from tests.support.waiting import until
 
 
-def through(proxy: Proxy, server: NatsServer) -> Mbus:
-    """Return the agent's address and credentials for the server, with the proxy's port instead of the server's port."""
+def settings_through_proxy(proxy: Proxy, server: NatsServer) -> Mbus:
+    """Return the agent's bus settings for the server, with the proxy's port instead of the server's."""
     return replace_urls(server.mbus("agent"), f"nats://127.0.0.1:{proxy.port}")
 
 
@@ -39,8 +39,8 @@ def replace_urls(mbus: Mbus, *urls: str) -> Mbus:
 
 
 async def test_t2_bus_retries_until_the_server_knows_the_agent(tmp_path: Path) -> None:
-    """nats-sync adds an agent only after the agent has booted, so a refused agent must not exit and must not log
-    much.
+    """nats-sync adds an agent only after the agent has booted, so an agent that the server rejects must not exit and
+    must not log much.
     """
     async with NatsServer(tmp_path) as server, on_bus(server.mbus("agent")) as bus:
         await until(lambda: bus.stats.attempts >= 5)
@@ -67,16 +67,20 @@ async def test_t2_bus_reconnects_when_a_dead_server_returns(tmp_path: Path) -> N
 
 
 @contextlib.asynccontextmanager
-async def behind(where: Path, **options: Any) -> AsyncIterator[tuple[NatsBus, Proxy]]:
+async def connected_through_proxy(where: Path, **options: Any) -> AsyncIterator[tuple[NatsBus, Proxy]]:
     """Run a bus client that connects to its server through a proxy. Yield the client and the proxy."""
-    async with knowing(where) as server, Proxy(server.port) as proxy, on_bus(through(proxy, server), **options) as bus:
+    async with (
+        knowing(where) as server,
+        Proxy(server.port) as proxy,
+        on_bus(settings_through_proxy(proxy, server), **options) as bus,
+    ):
         await connected(bus)
         yield bus, proxy
 
 
 async def test_dead_bus_connection_is_noticed_and_replaced(tmp_path: Path) -> None:
     """The socket must be closed immediately, without waiting half a minute for TLS's closing message."""
-    async with behind(tmp_path, timing=replace(FAST, connect=0.2, ping=0.2)) as (bus, proxy):
+    async with connected_through_proxy(tmp_path, timing=replace(FAST, connect=0.2, ping=0.2)) as (bus, proxy):
         sockets = sockets_to(proxy.port)
         assert len(sockets) == 1
         proxy.swallow()
@@ -91,8 +95,8 @@ async def test_dead_bus_connection_is_noticed_and_replaced(tmp_path: Path) -> No
 
 
 async def test_bus_is_reachable_while_its_server_answers(tmp_path: Path) -> None:
-    """Before and after the agent sets packet filter rules, it checks whether the bus is reachable, because the rules
-    must not cut the agent off from the bus.
+    """Before and after the agent sets packet filter rules, it checks whether the bus is reachable. The rules must not
+    cut the agent off from the bus.
     """
     async with talking(tmp_path) as talk:
         assert await talk.bus.is_heard(20)
@@ -122,16 +126,16 @@ async def test_bus_counts_as_reachable_if_the_server_rejects_the_agent(tmp_path:
         assert not bus.is_connected
 
 
-async def test_slow_network_keeps_the_bus_connection(tmp_path: Path) -> None:
+async def test_slow_network_does_not_break_the_bus_connection(tmp_path: Path) -> None:
     """The answer to a ping arrives only after the next ping has been sent."""
-    async with behind(tmp_path, timing=replace(FAST, ping=0.5, unanswered=3)) as (bus, proxy):
+    async with connected_through_proxy(tmp_path, timing=replace(FAST, ping=0.5, unanswered=3)) as (bus, proxy):
         proxy.delay = 0.4  # This applies in each direction, so an answer takes longer than the interval between pings.
         await asyncio.sleep(3)
 
         assert (bus.is_connected, bus.stats.connects) == (True, 1)
 
 
-async def test_t7_blocked_event_loop_keeps_the_bus_connection(tmp_path: Path) -> None:
+async def test_t7_blocked_event_loop_does_not_break_the_bus_connection(tmp_path: Path) -> None:
     async with talking(tmp_path) as talk:
         for _ in range(3):
             time.sleep(0.5)  # noqa: ASYNC251 - the test blocks the loop
@@ -141,11 +145,11 @@ async def test_t7_blocked_event_loop_keeps_the_bus_connection(tmp_path: Path) ->
         assert talk.bus.stats.connects == 1
 
 
-async def test_bus_reconnects_after_repeated_resets(tmp_path: Path) -> None:
-    """The TLS state of a lost connection takes half a megabyte, so it must be freed immediately and not only by the
+async def test_bus_reconnects_after_repeated_resets_and_frees_lost_connections(tmp_path: Path) -> None:
+    """The TLS state of a lost connection takes up half a megabyte, so it must be freed immediately and not only by the
     garbage collector.
     """
-    async with behind(tmp_path) as (bus, proxy):
+    async with connected_through_proxy(tmp_path) as (bus, proxy):
         await asyncio.sleep(0.05)
         gc.collect()
         before, contexts = _descriptors(), _tls()
@@ -186,7 +190,7 @@ async def test_bus_pauses_between_connections_that_are_dropped_immediately(is_gr
 
 
 @pytest.mark.attack("a neighbour stalls the connection to the bus")
-async def test_publishing_to_a_server_that_reads_nothing_fails_without_blocking(
+async def test_publishing_to_a_bus_server_that_reads_nothing_fails_without_blocking(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 1 << 20)
@@ -228,10 +232,10 @@ async def test_bus_skips_unreachable_addresses(tmp_path: Path, caplog: pytest.Lo
             assert caplog.messages[-1] == f"connected to the bus at 127.0.0.1:{other.port}"
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, *answers: str | OSError) -> list[str | OSError]:
-    """Make name lookups return the given addresses in turn. The last one is returned repeatedly.
+def make_lookups_return(monkeypatch: pytest.MonkeyPatch, *answers: str | OSError) -> list[str | OSError]:
+    """Make name lookups return ``answers`` one after the other, and then the last answer repeatedly.
 
-    Return the list of addresses that have not been returned yet.
+    Return the list of the remaining answers.
     """
     left = list(answers)
 
@@ -252,7 +256,7 @@ def by_name(server: NatsServer, port: int) -> Mbus:
 async def test_bus_host_name_is_resolved_for_each_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recreated Director may have the same name but a new address."""
     async with NatsServer(tmp_path) as server:
-        left = answering(monkeypatch, "127.0.0.2", OSError("no answer"), "127.0.0.2", "127.0.0.1")
+        left = make_lookups_return(monkeypatch, "127.0.0.2", OSError("no answer"), "127.0.0.2", "127.0.0.1")
         await server.add_agent("agent")
         async with on_bus(by_name(server, server.port)) as bus:
             await connected(bus)
@@ -273,7 +277,7 @@ async def test_bus_reconnects_when_the_server_name_resolves_to_a_new_address(
         Proxy(server.port, new, here.port) as there,
     ):
         await server.add_agent("agent")
-        left = answering(monkeypatch, old, OSError("no answer"), new, old, new, new)
+        left = make_lookups_return(monkeypatch, old, OSError("no answer"), new, old, new, new)
         async with on_bus(by_name(server, here.port), timing=replace(FAST, look=0.01, gone=2)) as bus:
             await connected(bus)
             assert (here.connections, there.connections) == (1, 0)
@@ -284,7 +288,7 @@ async def test_bus_reconnects_when_the_server_name_resolves_to_a_new_address(
             assert here.connections == 1
 
 
-async def test_silent_name_server_does_not_delay_connections_or_exit(
+async def test_silent_name_server_does_not_delay_bus_connections_or_exit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lookups must not use the default thread pool. Otherwise, a hanging lookup would block the next connection
@@ -415,7 +419,7 @@ def test_reconnects_of_a_thousand_agents_are_spread_over_time() -> None:
 
 
 async def test_early_bus_refusals_are_retried_quickly(tmp_path: Path) -> None:
-    """The bus refuses a new agent until nats-sync has added it, which takes only seconds."""
+    """The bus rejects a new agent until nats-sync has added it, which takes only seconds."""
     slow = replace(FAST, step=30.0, longest=30.0)
     async with NatsServer(tmp_path) as server:
         async with on_bus(server.mbus("agent"), timing=slow) as early:
@@ -431,7 +435,7 @@ async def test_bus_tries_the_next_address_of_a_host_name_if_the_first_is_silent(
 ) -> None:
     async with knowing(tmp_path) as server:
         with socket.create_server(("127.0.0.2", server.port), backlog=0), contextlib.ExitStack() as filling:
-            for _ in range(5):  # fill the queue, after which the kernel drops connection requests
+            for _ in range(5):  # fill the queue, so that the kernel drops further connection requests
                 waiting = filling.enter_context(socket.socket())
                 waiting.setblocking(False)
                 waiting.connect_ex(("127.0.0.2", server.port))

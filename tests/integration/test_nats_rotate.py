@@ -1,4 +1,4 @@
-"""Rotation of the bus credentials while requests arrive: no request is lost, and none is executed twice."""
+"""Tests rotation of the bus credentials while requests arrive: no request is lost, and none is executed twice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.waiting import until
 from tools.bench import rotation
 
 
-async def test_t11_rotation_loses_and_duplicates_no_request(tmp_path: Path) -> None:
+async def test_t11_credential_rotation_loses_and_duplicates_no_request(tmp_path: Path) -> None:
     handled: Counter[str] = Counter()
 
     async def handle(data: bytes) -> tuple[str, bytes] | None:
@@ -58,8 +58,8 @@ async def test_t11_rotation_loses_and_duplicates_no_request(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-async def test_fifty_rotations_lose_no_reply_and_cause_no_pause() -> None:
-    """A second client measures delays caused by the machine. They are added to the permitted pause."""
+async def test_fifty_credential_rotations_lose_no_reply_and_cause_no_pause() -> None:
+    """A second client measures delays caused by the machine, which are added to the permitted pause."""
     faulthandler.cancel_dump_traceback_later()  # the rotations may take longer than pytest's faulthandler_timeout
     async with asyncio.timeout(600):
         found = await rotation.measure(50)
@@ -79,7 +79,7 @@ async def test_pending_reply_is_sent_on_the_rotated_connection(tmp_path: Path) -
         assert await held == "sleep"
 
 
-async def test_second_rotation_waits_until_the_first_has_closed_its_old_connection(tmp_path: Path) -> None:
+async def test_second_credential_rotation_waits_until_the_first_has_closed_its_old_connection(tmp_path: Path) -> None:
     """With three open connections, the agent could fail to notice that a request has arrived twice."""
     async with talking(tmp_path, timing=replace(FAST, overlap=0.5)) as talk:
         began_at = time.monotonic()
@@ -115,7 +115,7 @@ async def test_request_delivered_twice_is_handled_once(tmp_path: Path, monkeypat
     assert handled == [one, "x", "x", *others, one, one]
 
 
-async def test_rotations_during_an_outage_leave_one_connection(tmp_path: Path) -> None:
+async def test_credential_rotations_during_an_outage_leave_one_connection(tmp_path: Path) -> None:
     handled = []
 
     async def handle(data: bytes) -> None:
@@ -174,7 +174,7 @@ async def test_rotation_to_invalid_credentials_is_refused(tmp_path: Path, kind: 
         await until(lambda: talk.bus.stats.connects == 2)
 
 
-async def test_rotation_accepts_the_credentials_if_no_server_is_reachable(tmp_path: Path) -> None:
+async def test_new_credentials_are_accepted_if_no_bus_server_is_reachable(tmp_path: Path) -> None:
     """During an outage, the agent cannot find out whether the credentials are valid."""
     async with talking(tmp_path, timing=replace(FAST, unreachable=0.2)) as talk:
         await talk.server.kill()
@@ -187,7 +187,7 @@ async def test_rotation_accepts_the_credentials_if_no_server_is_reachable(tmp_pa
         await talk.director.wait_until_ready("agent")
 
 
-async def test_rotation_to_an_unreachable_new_address_fails(tmp_path: Path) -> None:
+async def test_credential_rotation_to_an_unreachable_new_address_fails(tmp_path: Path) -> None:
     """The server at the old address still answers, so the agent assumes that the new address is wrong."""
     async with talking(tmp_path, timing=replace(FAST, unreachable=0.4, step=1.0, longest=1.0)) as talk:
         wrong, before = replace(talk.server.mbus("agent"), urls=("nats://127.0.0.1:1",)), talk.bus.stats.attempts
@@ -201,7 +201,7 @@ async def test_rotation_to_an_unreachable_new_address_fails(tmp_path: Path) -> N
 
 
 @pytest.mark.attack("a neighbour poses as the bus or a name server and never answers")
-async def test_rotation_to_many_silent_addresses_takes_no_longer_than_to_one(tmp_path: Path) -> None:
+async def test_credential_rotation_to_many_silent_addresses_takes_no_longer_than_to_one(tmp_path: Path) -> None:
     """One time limit must apply to all addresses together, because the agent runs no other task during the rotation."""
     async with talking(tmp_path, timing=replace(FAST, connect=2.0, unreachable=0.5)) as talk:
         silent = socket.create_server(("127.0.0.1", 0), backlog=100)
@@ -224,7 +224,7 @@ async def test_next_connection_after_a_rotation_uses_the_new_credentials(tmp_pat
         await talk.director.wait_until_ready("agent")
 
 
-async def test_exit_during_a_rotation_closes_both_connections(tmp_path: Path) -> None:
+async def test_exit_during_a_credential_rotation_closes_both_connections(tmp_path: Path) -> None:
     async with talking(tmp_path) as talk:
         await asyncio.sleep(0.05)
         before = len(list(Path("/proc/self/fd").iterdir()))

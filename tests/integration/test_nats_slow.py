@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 
 class Hasty(BusTiming, frozen=True):
-    """Timing with short timeouts. It records for each attempt how many slow attempts preceded it."""
+    """Timing with short timeouts, which also records how many slow attempts preceded each attempt."""
 
     connect: float = 0.3
     step: float = 0.01
@@ -44,7 +44,7 @@ def test_bus_retry_delays_and_timeouts_grow_at_most_threefold() -> None:
 
 @pytest.mark.parametrize("how", ["greets", "is silent", "is away"])
 async def test_bus_timeouts_grow_only_if_the_server_sends_info(how: str) -> None:
-    """While the server is absent, attempts cost nothing, so the timeouts stay short in case it returns."""
+    """While the server is down, attempts cost nothing, so the timeouts stay short in case it comes back."""
     taken: list[asyncio.StreamWriter] = []
 
     def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Mutual TLS authentication between agent and bus server."""
+"""Tests mutual TLS authentication between agent and bus server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def with_pair(mbus: Mbus, pair: Pair) -> Mbus:
     ],
     ids=["name", "address", "no address", "forged", "authority", "expired", "not yet valid", "client's"],
 )
-async def test_t1_server_with_a_wrong_certificate_is_rejected(tmp_path: Path, pair: Pair, why: str) -> None:
+async def test_t1_bus_server_with_a_wrong_certificate_is_rejected(tmp_path: Path, pair: Pair, why: str) -> None:
     """The agent must send its certificate only to a server that has proved its identity."""
     async with NatsServer(tmp_path / "wrong", AUTHORITY, pair=pair) as wrong:
         await wrong.add_agent("agent")
@@ -62,7 +62,7 @@ async def test_t1_server_with_a_wrong_certificate_is_rejected(tmp_path: Path, pa
     ],
     ids=["authority", "expired", "not yet valid"],
 )
-async def test_agent_certificate_rejected_by_the_server_is_reported_and_retried(
+async def test_agent_certificate_rejected_by_the_bus_server_is_reported_and_retried(
     tmp_path: Path, pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with knowing(tmp_path, AUTHORITY) as server:
@@ -101,13 +101,13 @@ async def test_unreadable_bus_credentials_are_read_again(tmp_path: Path) -> None
     assert len(asked) == 2
 
 
-async def test_t1_certificates_with_the_directors_key_size_are_accepted(tmp_path: Path) -> None:
-    """As in certificates that a real Director creates, the RSA keys have 3072 bits."""
+async def test_t1_certificates_with_3072_bit_keys_are_accepted(tmp_path: Path) -> None:
+    """Certificates that a real Director creates have RSA keys of this size."""
     async with knowing(tmp_path, Authority(bits=3072)) as server, on_bus(server.mbus("agent", bootstrap=True)) as bus:
         await connected(bus)
 
 
-async def test_intermediate_ca_is_trusted_without_its_root(tmp_path: Path) -> None:
+async def test_intermediate_bus_ca_is_trusted_without_its_root(tmp_path: Path) -> None:
     """As with the Go agent, the CA in the settings need not be a root CA."""
     async with NatsServer(tmp_path, Authority(issuer=Authority("root"))) as server:
         await server.add_agent("agent")
@@ -116,7 +116,9 @@ async def test_intermediate_ca_is_trusted_without_its_root(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("bits", [0, 2048])
-async def test_server_certificate_is_verified_with_each_ca_that_has_the_same_name(tmp_path: Path, bits: int) -> None:
+async def test_bus_server_certificate_is_verified_with_each_ca_that_has_the_same_name(
+    tmp_path: Path, bits: int
+) -> None:
     """During a CA rotation, the settings contain two CAs with the same name. OpenSSL alone would try only the first."""
     async with knowing(tmp_path, AUTHORITY) as server:
         mbus = server.mbus("agent")
@@ -128,7 +130,7 @@ async def test_server_certificate_is_verified_with_each_ca_that_has_the_same_nam
             assert bus.stats.connects == 2
 
 
-async def test_server_certificate_signed_by_none_of_several_cas_with_the_same_name_is_rejected(tmp_path: Path) -> None:
+async def test_bus_server_certificate_from_an_unknown_ca_is_rejected_despite_a_known_ca_name(tmp_path: Path) -> None:
     async with knowing(tmp_path, AUTHORITY, pair=Authority().server()) as server:
         mbus = server.mbus("agent")
         async with on_bus(replace(mbus, ca=Authority().ca + mbus.ca)) as bus:

@@ -1,4 +1,6 @@
-"""Network checks against real servers that answer correctly, answer wrongly, stay silent, or never stop answering."""
+"""Tests network checks against real servers that answer correctly, answer wrongly, stay silent, or never stop
+answering.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ async def listener(talk: Talk) -> AsyncIterator[int]:
         yield port
 
 
-def saying(*parts: bytes, after: bytes = b"") -> Talk:
-    """Return a server that waits until it has received ``after``, and then sends the parts one after the other."""
+def server_sending(*parts: bytes, after: bytes = b"") -> Talk:
+    """Return a server that waits until it has received ``after``, and then sends ``parts`` one after the other."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if after:
@@ -60,7 +62,7 @@ async def run_check(talk: Talk, protocol: Protocol = Protocol(), timeout: int = 
 
 def page(status: str, body: bytes = b"", *headers: str) -> Talk:
     head = "\r\n".join([f"HTTP/1.1 {status}", *headers, "", ""])
-    return saying(head.encode() + body, after=b"\r\n\r\n")
+    return server_sending(head.encode() + body, after=b"\r\n\r\n")
 
 
 @pytest.mark.parametrize("protocol", ["default", "mysql", "ssh"])
@@ -82,7 +84,7 @@ async def test_port_check_error_names_a_closed_port() -> None:
     ("host", "port"),
     [("no-such-host.invalid", 1), ("no..such", 1), ("n" * 64, 1), ("127.0.0.1", 0x10001), ("::1", 1 << 40)],
 )
-async def test_port_check_for_an_unknown_host_fails(host: str, port: int) -> None:
+async def test_network_check_for_an_unknown_host_or_invalid_port_fails(host: str, port: int) -> None:
     """If the failed lookup raised an exception, all jobs' rule checks would stop."""
     assert f"cannot connect to {host} port {port}: " in await network_checks.probe(Connection(host, port))
     assert host in (await network_checks.echo(host, Echo(1)) or host)
@@ -118,8 +120,8 @@ async def test_http_check_sends_the_same_request_as_monit() -> None:
         (Protocol("http", "/p", checksum="0" * 32), "answers /p with another checksum"),
     ],
 )
-async def test_http_check_matches_the_pages_content_and_checksum(protocol: Protocol, said: str) -> None:
-    why = await run_check(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhel", b"lo"), protocol)
+async def test_http_check_compares_content_and_checksum(protocol: Protocol, said: str) -> None:
+    why = await run_check(server_sending(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhel", b"lo"), protocol)
 
     assert why.endswith(said) if said else why == ""
 
@@ -157,7 +159,7 @@ async def test_send_expect_check_works_over_udp() -> None:
 
 
 async def test_ping_check_passes_for_a_host_that_answers() -> None:
-    """As in monit, the check also passes if the agent's user may not send echo requests."""
+    """As in monit, the check also passes if the agent's user is not allowed to send echo requests."""
     assert await network_checks.echo("127.0.0.1", Echo()) in ("", None)
     assert "cannot send an echo request to no-such-host.invalid" in str(
         await network_checks.echo("no-such-host.invalid", Echo())
@@ -198,9 +200,9 @@ async def test_send_expect_check_follows_its_dialogue() -> None:
 
     assert await run_check(talk, Protocol("generic", dialogue=words)) == ""  # type: ignore[arg-type]
     wrong = Protocol("generic", dialogue=(("expect", "other"),))
-    assert "does not answer 'other'" in await run_check(saying(b"ready\n"), wrong)
+    assert "does not answer 'other'" in await run_check(server_sending(b"ready\n"), wrong)
     twice = Protocol("generic", dialogue=(("expect", "ready"), ("expect", "ready")))
-    assert "does not answer 'ready'" in await run_check(saying(b"ready\n"), twice)
+    assert "does not answer 'ready'" in await run_check(server_sending(b"ready\n"), twice)
 
 
 async def test_unix_socket_check_fails_for_missing_and_full_sockets(tmp_path: Path) -> None:
@@ -259,15 +261,15 @@ LONG = b"A: b\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n"
 )
 async def test_http_check_fails_for_status_400_and_above_as_in_monit(answer: bytes, fault: str) -> None:
     """Unusual but readable headers must not fail the check, because that would restart a working service."""
-    why = await run_check(saying(answer, after=b"\r\n\r\n"), HTTP)
+    why = await run_check(server_sending(answer, after=b"\r\n\r\n"), HTTP)
 
     assert fault in why if fault else why == ""
 
 
 async def test_http_check_reads_a_response_without_a_content_length() -> None:
     text = b"HTTP/1.1 200 OK\r\n\r\nhello"
-    slow = saying(*[bytes([byte]) for byte in text], after=b"\r\n\r\n")
+    slow = server_sending(*[bytes([byte]) for byte in text], after=b"\r\n\r\n")
 
     assert await run_check(slow, HTTP, timeout=0) == ""
-    assert await run_check(saying(text), Protocol("http", content="lo$")) == ""
-    assert await run_check(saying(text), Protocol("http", checksum="0" * 32)) == ""
+    assert await run_check(server_sending(text), Protocol("http", content="lo$")) == ""
+    assert await run_check(server_sending(text), Protocol("http", checksum="0" * 32)) == ""

@@ -1,4 +1,4 @@
-"""Requests that operators make to a running agent, with commands and signals."""
+"""Tests requests that operators make to a running agent, with commands and signals."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ async def _running(instance: RunningAgent) -> None:
     await instance.deploy(2)
 
 
-def started(instance: RunningAgent, *words: str) -> tuple[process.Process, Path]:
-    """Start an ``agent-shim`` command for this agent. Return its process and its output file."""
+def start_command(instance: RunningAgent, *words: str) -> tuple[process.Process, Path]:
+    """Start an ``agent-shim`` command for this agent. Return the command's process and output file."""
     out = instance.scratch / f"{words[0]}.out"
     out.unlink(missing_ok=True)
     argv = [*shlex.split(COMMAND)[:3], *words, "-b", str(instance.base)]
@@ -67,7 +67,7 @@ async def test_status_and_probes_report_running_and_stopped_processes(instance: 
     assert reason.count("(") == 1
 
 
-async def test_job_log_lines_appear_in_the_agent_output_with_job_logs(instance: RunningAgent) -> None:
+async def test_option_job_logs_copies_job_log_lines_to_the_agent_output(instance: RunningAgent) -> None:
     log = instance.base / "sys/log/job0/own.log"
     log.write_text("said by a job\n")
 
@@ -78,7 +78,7 @@ async def test_job_log_lines_appear_in_the_agent_output_with_job_logs(instance: 
 
 async def test_status_watch_runs_until_interrupted_even_without_an_agent(instance: RunningAgent) -> None:
     for words, title in ((["job0"], "● job0"), ([], "PROCESS")):
-        watching, out = started(instance, "status", *words, "--watch", "--every", "0.05")
+        watching, out = start_command(instance, "status", *words, "--watch", "--every", "0.05")
         await until(lambda: out.exists() and out.read_text().count(title) > 1)  # noqa: B023
         if not words:
             await instance.stop_agent()
@@ -121,12 +121,12 @@ async def test_status_watch_keeps_the_terminal_scrollback(instance: RunningAgent
     assert max(page.count(b"\n") for page in drawn.split(b"\x1b[H")) == 7
 
 
-async def test_logs_command_shows_job_logs_and_the_agents_log(instance: RunningAgent) -> None:
+async def test_logs_command_shows_job_logs_and_the_agent_log(instance: RunningAgent) -> None:
     """The agent's log is read from the same file that ``bosh logs`` fetches."""
     log = instance.base / "data/sys/log/job-0/web.stdout.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("begun\n")
-    following, out = started(instance, "logs", "job-0", "--follow")
+    following, out = start_command(instance, "logs", "job-0", "--follow")
     await until(lambda: out.exists() and "begun" in out.read_text())
     with log.open("a") as file:
         file.write("served\n")
@@ -147,6 +147,8 @@ async def test_logs_command_shows_job_logs_and_the_agents_log(instance: RunningA
     assert '"boot step directories: done' in text
     assert (instance.base / "bosh/log/current").read_text().startswith(text[:200])
 
+
+async def test_sigusr1_and_sigusr2_change_the_log_level(instance: RunningAgent) -> None:
     assert instance.agent is not None
     for number, level in ((signal.SIGUSR1, "debug"), (signal.SIGUSR2, "info"), (signal.SIGUSR2, "warning")):
         instance.agent.send(number)
@@ -156,7 +158,7 @@ async def test_logs_command_shows_job_logs_and_the_agents_log(instance: RunningA
 
 async def test_operator_actions_are_audited_with_the_calling_process(instance: RunningAgent) -> None:
     orders = [("restart", "all"), ("call", "info"), ("stop", "nonexistent"), ("status",)]
-    commands = [started(instance, *words)[0] for words in orders]
+    commands = [start_command(instance, *words)[0] for words in orders]
     async with asyncio.timeout(30):
         await asyncio.gather(*(command.wait() for command in commands))
 

@@ -1,4 +1,4 @@
-"""The orderly stop, in which the agent drains and stops all jobs when the container is stopped."""
+"""Tests the graceful shutdown, in which the agent drains and stops all jobs when the container is stopped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def world(tmp_path: Path) -> AsyncIterator[LocalAgent]:
         yield one
 
 
-def traced(world: LocalAgent, job: str, drain: str) -> dict[str, str]:
+def recording_scripts(world: LocalAgent, job: str, drain: str) -> dict[str, str]:
     """Return lifecycle scripts that record each call, and whether the job's process was running at that time."""
     trace = world.paths.base / "trace"
     alive = f"kill -0 $(cat {world.paths.run}/{job}/{job}.pid) 2>/dev/null && state=up || state=down"
@@ -36,7 +36,7 @@ def traced(world: LocalAgent, job: str, drain: str) -> dict[str, str]:
     }
 
 
-def trace(world: LocalAgent) -> list[str]:
+def recorded_calls(world: LocalAgent) -> list[str]:
     return (world.paths.base / "trace").read_text().splitlines()
 
 
@@ -47,7 +47,7 @@ async def started(world: LocalAgent, **files: Any) -> None:
 
 
 async def test_orderly_stop_runs_all_drain_scripts_before_it_stops_processes(world: LocalAgent) -> None:
-    fast, slow = traced(world, "fast", "echo 0\n"), traced(world, "slow", "sleep 0.3; echo 0\n")
+    fast, slow = recording_scripts(world, "fast", "echo 0\n"), recording_scripts(world, "slow", "sleep 0.3; echo 0\n")
     slow["bin/drain"] += (
         f"kill -0 $(cat {world.paths.run}/fast/fast.pid) && echo others-up >> {world.paths.base}/trace\n"
     )
@@ -57,7 +57,7 @@ async def test_orderly_stop_runs_all_drain_scripts_before_it_stops_processes(wor
     await stop.run(world.agent)
 
     assert stop.reasons == []
-    lines = trace(world)
+    lines = recorded_calls(world)
     assert sorted(lines[:2]) == ["fast pre-stop up", "slow pre-stop up"]
     assert sorted(lines[2:5]) == ["fast drain up", "others-up", "slow drain up"]
     assert sorted(lines[5:]) == ["fast post-stop down", "slow post-stop down"]
@@ -65,7 +65,7 @@ async def test_orderly_stop_runs_all_drain_scripts_before_it_stops_processes(wor
 
 
 async def test_orderly_stop_aborts_a_drain_that_exceeds_the_grace_period(world: LocalAgent) -> None:
-    await started(world, slow=traced(world, "slow", "echo 1000\n"))
+    await started(world, slow=recording_scripts(world, "slow", "echo 1000\n"))
     pid = int((world.paths.run / "slow/slow.pid").read_text())
 
     stop = OrderlyStop(2)
@@ -81,7 +81,7 @@ async def test_orderly_stop_does_not_drain_jobs_that_the_director_stopped(world:
     """A drain script may wait for a process that has already been stopped. For example, a Director's drain script would
     wait for its stopped database until the grace period is over.
     """
-    await started(world, web=traced(world, "web", "echo 0\n"))
+    await started(world, web=recording_scripts(world, "web", "echo 0\n"))
     await world.value("stop")
 
     stop = OrderlyStop(20)
@@ -145,13 +145,15 @@ async def test_orderly_stop_stops_services_without_a_group(world: LocalAgent) ->
 
 
 async def test_second_signal_shortens_the_orderly_stop(world: LocalAgent) -> None:
-    await started(world, slow=traced(world, "slow", "echo 1000\n"))
+    await started(world, slow=recording_scripts(world, "slow", "echo 1000\n"))
     pid = int((world.paths.run / "slow/slow.pid").read_text())
     stop = OrderlyStop(1000)
     stopping = asyncio.create_task(stop.run(world.agent))
     async with asyncio.timeout(20):
         await until(
-            lambda: any("drain" in line for line in (trace(world) if (world.paths.base / "trace").exists() else []))
+            lambda: any(
+                "drain" in line for line in (recorded_calls(world) if (world.paths.base / "trace").exists() else [])
+            )
         )
 
         stop.hurry.set()

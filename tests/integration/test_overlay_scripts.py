@@ -1,5 +1,5 @@
-"""The overlay's shell scripts, run in a scratch directory. The programs that they call are replaced by stand-ins that
-record the calls.
+"""Tests the overlay's shell scripts, run in a scratch directory. The programs that they call are replaced by stand-ins
+that record the calls.
 
 The root tests run the scripts with the real init, cron and agent, and the image tests run them as PID 1.
 """
@@ -139,7 +139,7 @@ def test_init_mounts_shared_memory_if_its_directory_is_missing(top: Path, is_the
     ("codes", "drains", "code"),
     [([0], 1, 0), ([1], 1, 1), ([2], 1, 1), ([69, 69, 0], 3, 0), ([69] * 9, 5, 1)],
 )
-def test_stop_script_waits_for_a_restarting_agent_and_records_its_exit(
+def test_stop_script_waits_for_a_restarting_agent_and_records_the_drain_exit_code(
     top: Path, codes: list[int], drains: int, code: int
 ) -> None:
     home = top / "opt/agent_shim"
@@ -168,7 +168,7 @@ def test_stop_script_uses_the_grace_period_in_agent_json_if_no_variable_is_set(t
 
 
 @pytest.mark.parametrize(("noted", "code"), [("0\n", 0), ("1\n", 1), (None, 1)])
-def test_container_exits_with_the_drains_recorded_exit_code(top: Path, noted: str | None, code: int) -> None:
+def test_container_exits_with_the_recorded_drain_exit_code_or_with_1(top: Path, noted: str | None, code: int) -> None:
     if noted is not None:
         (top / "exit_code").write_text(noted)
 
@@ -256,7 +256,7 @@ def test_dhcp_lease_sets_address_and_route_but_keeps_existing_name_servers(top: 
 
 
 @pytest.mark.parametrize("is_off", [True, False])
-def test_init_passes_its_arguments_to_the_agent(top: Path, is_off: bool) -> None:
+def test_agent_service_passes_init_arguments_to_the_agent_and_can_turn_off_the_bus(top: Path, is_off: bool) -> None:
     recorder(top / "opt/agent_shim/launch", 'echo "[$AGENT_SHIM_BUS]" >&2')
     if is_off:
         (top / "off_bus").touch()
@@ -307,7 +307,9 @@ FIRST = "nameserver {} # set by resolvectl\n"
         (["resolvconf --updates-are-enabled"], BEFORE),
     ],
 )
-def test_resolvectl_puts_link_name_servers_first_until_reverted(top: Path, commands: list[str], after: str) -> None:
+def test_resolvectl_and_resolvconf_put_link_name_servers_first_until_reverted(
+    top: Path, commands: list[str], after: str
+) -> None:
     stand_ins = top / "opt/agent_shim/stand-ins"
     (stand_ins / "resolvconf").symlink_to("resolvectl")
     (top / "etc/resolv.conf").write_text(BEFORE)
@@ -322,8 +324,8 @@ def test_resolvectl_puts_link_name_servers_first_until_reverted(top: Path, comma
 
 
 def test_resolvectl_lists_name_servers_and_replaces_a_resolv_conf_link(top: Path) -> None:
-    """A normal resolv.conf must be changed in place, because it may be a mount. The target of a link belongs to
-    systemd-resolved and does not exist in a container.
+    """If resolv.conf is a regular file, it must be changed in place, because it may be a mount. If it is a link, its
+    target belongs to systemd-resolved and does not exist in a container.
     """
     resolvectl, file = top / "opt/agent_shim/stand-ins/resolvectl", top / "etc/resolv.conf"
     file.write_text(BEFORE)

@@ -1,4 +1,4 @@
-"""Jobs that try to make the agent kill other jobs' processes, or to keep their own processes from being killed."""
+"""Tests jobs that try to make the agent kill other jobs' processes or spare their own."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ async def test_new_pidfile_naming_a_process_started_elsewhere_is_ignored(world: 
 
 
 @pytest.mark.attack("a job writes the pid of a root process or of another job's process into its pidfile")
-async def test_pidfile_naming_one_of_the_agents_processes_is_ignored(world: JobTree) -> None:
-    """If the agent trusted the pidfile, a job could make it kill its own sshd, scripts or workers."""
+async def test_pidfile_naming_a_process_of_the_agent_is_ignored(world: JobTree) -> None:
+    """If the agent trusted the pidfile, a job could make the agent kill its own sshd, scripts or workers."""
     victim = world.base / "victim"
     async with world.supervising(world.job("web", WAITS.format(victim=victim), "exit 0", timeout=1)) as supervisor:
         await until(world.lines)
@@ -73,7 +73,7 @@ async def test_pidfile_naming_a_keeper_is_ignored(world: JobTree) -> None:
 
 
 @pytest.mark.attack("a job writes the pid of a root process or of another job's process into its pidfile")
-async def test_pidfile_naming_another_jobs_process_is_ignored(world: JobTree) -> None:
+async def test_pidfile_naming_a_process_of_another_job_is_ignored(world: JobTree) -> None:
     """The other job's process has no environment, so only its keeper shows which job it belongs to."""
     victim = world.base / "victim"
     start = "echo $$ >$pidfile; exec env -i PATH=/bin:/usr/bin sleep 600"
@@ -98,7 +98,7 @@ async def test_pidfile_naming_another_jobs_process_is_ignored(world: JobTree) ->
 
 @pytest.mark.attack("a job hides a process so that stopping the job misses it")
 @pytest.mark.parametrize("name", ["", "\\rUid:\\t0"])
-async def test_stop_kills_a_hidden_daemon_but_not_another_jobs_processes(world: JobTree, name: str) -> None:
+async def test_stop_kills_a_hidden_daemon_but_not_processes_of_another_job(world: JobTree, name: str) -> None:
     """The daemon was double-forked, has left its session and cleared its environment, and has no pidfile. Its name may
     contain a line break that forges a user in /proc/PID/status.
     """
@@ -137,14 +137,14 @@ async def test_stop_kills_a_process_that_forks_endlessly(world: JobTree, how: st
                 await supervisor.stop(wait=True)
 
         at = count(counter)
-        await asyncio.sleep(0.3)  # This is long enough for hundreds of forks if the process were still running.
+        await asyncio.sleep(0.3)  # a process that is still running would fork hundreds of times during this sleep
         assert count(counter) == at
     finally:
         counter.unlink(missing_ok=True)
 
 
 @pytest.mark.attack("a job forks faster than its processes can be killed")
-async def test_one_jobs_zombies_do_not_prevent_another_job_from_stopping(world: JobTree) -> None:
+async def test_zombies_of_one_job_do_not_prevent_another_job_from_stopping(world: JobTree) -> None:
     jobs = [world.job("web"), world.job("noise", f"{program('keep_zombies.py')} & echo $! >$pidfile")]
     async with world.supervising(*jobs) as supervisor:
         await in_state(supervisor, "web", "running")
@@ -182,7 +182,7 @@ async def test_stop_kills_a_process_whose_main_thread_has_exited(world: JobTree)
 
 
 @pytest.mark.attack("a job hides a process so that stopping the job misses it")
-async def test_stop_kills_processes_below_the_jobs_subreaper(world: JobTree) -> None:
+async def test_stop_kills_processes_below_a_subreaper_in_the_job(world: JobTree) -> None:
     """The job's orphans are reparented to its subreaper first, and to the agent's keeper only when the subreaper
     exits.
     """

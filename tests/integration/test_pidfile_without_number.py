@@ -1,5 +1,5 @@
-"""Pidfiles that contain no valid pid even though the process is running. In this case, the agent runs the start program
-again, as monit does.
+"""Tests pidfiles that contain no valid pid even though the process is running. In this case, the agent runs the start
+program again, as monit does.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ async def test_second_start_after_an_invalid_pidfile_kills_the_old_process(world
         await supervisor.stop(wait=True)
 
 
-async def test_unrelated_pid_in_a_running_services_pidfile_is_ignored(world: JobTree) -> None:
+async def test_unrelated_pid_in_the_pidfile_of_a_running_service_is_ignored(world: JobTree) -> None:
     stranger = foreign("/bin/sleep", 600, TEST_OF=str(world.base))
     async with world.supervising(world.job("web", COUNTED, "exit 0")) as supervisor:
         before = (await in_state(supervisor, "web", "running")).pid

@@ -1,4 +1,4 @@
-"""Spawning, signalling, adopting and reaping real processes."""
+"""Tests spawning, signalling, adopting and reaping real processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_process_exit_code_is_reported_to_all_waiters(env: dict[str, str])
 
 
 async def test_exited_processes_free_their_descriptors(env: dict[str, str]) -> None:
-    """Releasing a process must not close its former descriptor number if the number now belongs to a later process."""
+    """When a process is released, its former descriptor must not be closed if a later process has the same number."""
     before = _descriptors()
     children = [process.spawn(shell("exit 0"), env=env) for _ in range(10)]
     released = process.spawn(["/bin/sleep", "600"], env=env)
@@ -89,7 +89,7 @@ async def test_failed_spawn_names_the_program_and_the_reason(
     ("text", "mode", "why", "number"),
     [
         (None, 0, "No such file or directory", errno.ENOENT),
-        (None, 0o755, "Permission denied", errno.EACCES),  # with a mode but no text, the path is a directory
+        (None, 0o755, "Permission denied", errno.EACCES),  # with a mode but no content, the path is a directory
         ("#!/bin/sh\n", 0o644, "Permission denied", errno.EACCES),
         ("#!/no/such/interpreter -e\n", 0o755, "the interpreter that it names is missing", errno.ENOENT),
         ("#!\t/no/such/interpreter\n", 0o755, "the interpreter that it names is missing", errno.ENOENT),
@@ -111,7 +111,7 @@ async def test_spawning_a_non_executable_file_fails_immediately(
 
 
 @pytest.mark.attack("a job tricks root into writing a script's output through a symlink or a hard link")
-async def test_process_output_is_appended_to_a_regular_file_without_hard_links(
+async def test_process_output_is_appended_only_to_regular_files_without_hard_links(
     env: dict[str, str], tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
@@ -215,7 +215,7 @@ asyncio.run(main())
 
 
 @pytest.mark.attack("a job joins the process group of another script, a worker or sshd")
-async def test_process_cannot_join_a_spawned_programs_process_group(env: dict[str, str], tmp_path: Path) -> None:
+async def test_process_cannot_join_the_process_group_of_a_spawned_program(env: dict[str, str], tmp_path: Path) -> None:
     """If it could join, a process that an earlier script left behind could receive the signals that the agent sends to
     a root script's process group.
     """
@@ -239,7 +239,7 @@ asyncio.run(main())
 
 
 @pytest.mark.attack("a job reads the agent's terminal or types into it")
-def test_spawned_process_has_no_access_to_the_agents_terminal() -> None:
+def test_spawned_process_cannot_access_the_terminal_of_the_agent() -> None:
     """With access to the terminal, the process could read the operator's input and type commands."""
     pid, terminal = pty.fork()
     if pid == 0:
@@ -275,7 +275,7 @@ async def test_terminate_sends_sigterm_before_sigkill(
 
 
 async def test_terminate_kills_the_rest_of_the_group_when_its_leader_exits(env: dict[str, str], tmp_path: Path) -> None:
-    """The other process ignores SIGTERM, and the grace period is a minute."""
+    """The remaining process ignores SIGTERM, and the grace period is a minute."""
     pidfile = tmp_path / "pid"
     leader = process.spawn(shell(f"sh {argv('ignore_term.sh')[-1]} {pidfile} & exec sleep 600"), env=env)
     member = await until(lambda: number_in(pidfile))
@@ -385,7 +385,7 @@ def _kernel() -> tuple[int, int]:
 
 
 async def test_reaper_loses_no_child_exit_status(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The SIGCHLD handler reaps children as well, so a status could be lost."""
+    """The SIGCHLD handler may reap a child before the code that waits for the child reads its status."""
     # Simulate a kernel that does not report a process's status after it has been reaped.
     monkeypatch.setattr(fcntl, "ioctl", Mock(side_effect=OSError))
     with reaper.reaping():
@@ -396,7 +396,7 @@ async def test_reaper_loses_no_child_exit_status(env: dict[str, str], monkeypatc
 
 
 async def test_orphan_is_reparented_to_the_agent_and_reaped(env: dict[str, str], tmp_path: Path) -> None:
-    """This lets the agent read the exit status of a double-forked daemon."""
+    """As the new parent, the agent can read the exit status of a double-forked daemon."""
     pidfile = tmp_path / "pid"
     with reaper.reaping():
         assert await process.spawn(argv("fork_twice.py", pidfile), env=env).wait() == 0

@@ -1,5 +1,5 @@
-"""Jobs that have no process and whose start program writes 1 into the pidfile. As under monit, such jobs are reported
-as running.
+"""Tests jobs that have no process and whose start program writes 1 into the pidfile. As under monit, such jobs are
+reported as running.
 """
 
 from __future__ import annotations

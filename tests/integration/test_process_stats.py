@@ -1,4 +1,4 @@
-"""Memory and CPU usage of services, as reported to the Director."""
+"""Tests how the services' memory and CPU usage is reported to the Director."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def test_process_statistics_include_descendants(world: JobTree) -> None:
         assert (told.name, told.state) == ("web", "running")
         assert type(told.uptime_secs) is int
         assert told.uptime_secs >= 0
-        # The child uses as much memory as its parent once it has become a sleep process, so wait for that.
+        # Wait until the child has become a sleep process like its parent, so that both use the same amount of memory.
         await until(lambda: supervisor.processes()[0].mem_kb > 1.5 * _stat(found.pid).resident_kb)
         assert 0 < told.mem_percent < 100
         assert 0 <= told.cpu_total <= 100

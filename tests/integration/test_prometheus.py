@@ -1,4 +1,4 @@
-"""A real Prometheus (Debian package ``prometheus``) with this project's files.
+"""Tests this project's Prometheus files with a real Prometheus (Debian package ``prometheus``).
 
 promtool accepts the files, and the alerting rules fire for real agents.
 """
@@ -129,8 +129,8 @@ async def agent(scratch: Path, config: dict[str, Any], *prefix: str) -> AsyncIte
         await running.terminate(10)
 
 
-def laid(scratch: Path, files: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """Write these jobs' files. Return the configuration of an agent that deploys them."""
+def write_jobs(scratch: Path, files: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """Write the jobs in ``files``. Return the configuration of an agent that deploys them."""
     for job, content in files.items():
         for name, text in content.items():
             path = scratch / "rendered/jobs" / job / name
@@ -171,14 +171,14 @@ async def prometheus(scratch: Path, targets: list[int]) -> AsyncIterator[int]:
     server = process.spawn(argv, env=dict(os.environ), stdout=log, stderr=log)
     try:
         async with asyncio.timeout(60):
-            while not await asyncio.to_thread(asked, port, "/-/ready"):
+            while not await asyncio.to_thread(get, port, "/-/ready"):
                 await asyncio.sleep(0.1)
         yield port
     finally:
         await server.terminate(20)
 
 
-def asked(port: int, path: str) -> bytes:
+def get(port: int, path: str) -> bytes:
     """Return a server's response, or an empty value if nothing listens on the port."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
@@ -188,9 +188,9 @@ def asked(port: int, path: str) -> bytes:
         return b""
 
 
-async def alerts(port: int) -> set[tuple[str, str]]:
+async def firing_alerts(port: int) -> set[tuple[str, str]]:
     """Return the firing alerts, each with its name and the process, disk or certificate that it concerns."""
-    answer = json.loads(await asyncio.to_thread(asked, port, "/api/v1/alerts") or "{}")
+    answer = json.loads(await asyncio.to_thread(get, port, "/api/v1/alerts") or "{}")
     return {
         (one["labels"]["alertname"], next((one["labels"][name] for name in ABOUT if name in one["labels"]), ""))
         for one in answer.get("data", {}).get("alerts", [])
@@ -210,14 +210,14 @@ async def until(port: int, wanted: tuple[str, str]) -> None:
     seen: set[tuple[str, str]] = set()
     try:
         async with asyncio.timeout(60):
-            while wanted not in (seen := await alerts(port)):
+            while wanted not in (seen := await firing_alerts(port)):
                 await asyncio.sleep(0.5)
     except TimeoutError:
         pytest.fail(f"{wanted} does not fire, but {seen}")
 
 
 async def test_alerting_rules_fire_for_crash_loops_full_disks_and_old_certificates(scratch: Path) -> None:
-    """No other rule may fire unless it describes the same crash loop or disk in another way."""
+    """Other rules may fire only if they concern the same crash loop or disk."""
     crashing, filling, ending = scratch / "crashing", scratch / "filling", scratch / "ending"
     dies = jobs.process(Paths(crashing / "vcap"), "dies", "echo $$ >$pidfile; sleep 0.3; exit 3", "true")
     fills = jobs.sleeper(Paths(filling / "vcap"), "fills")
@@ -238,11 +238,11 @@ async def test_alerting_rules_fire_for_crash_loops_full_disks_and_old_certificat
     mount = 'mount -t tmpfs -o size=16m tmpfs "$0" && exec "$@"'
     async with AsyncExitStack() as stack:
         fleet = [
-            await stack.enter_async_context(agent(crashing, laid(crashing, {"dies": dies}))),
+            await stack.enter_async_context(agent(crashing, write_jobs(crashing, {"dies": dies}))),
             await stack.enter_async_context(
                 agent(
                     filling,
-                    laid(filling, {"fills": fills}),
+                    write_jobs(filling, {"fills": fills}),
                     *in_own_mounts(),
                     *("sh", "-c", mount, str(filling / "vcap/data")),
                 )
@@ -253,7 +253,7 @@ async def test_alerting_rules_fire_for_crash_loops_full_disks_and_old_certificat
         await until(server, ("AgentShimCertificateEnds", "server"))
         await until(server, ("AgentShimProcessCrashLoops", "dies"))
         await until(server, ("AgentShimDiskFull", "ephemeral"))
-        fired = await alerts(server)
+        fired = await firing_alerts(server)
 
     assert {name for name, _ in fired} <= {
         "AgentShimCertificateEnds",

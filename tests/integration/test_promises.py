@@ -23,7 +23,9 @@ FIRST_PROCESS = Path("tests/support/programs/first_process.py").resolve()
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-async def test_container_stop_drains_jobs_and_a_second_signal_shortens_it(instance: RunningAgent, signals: int) -> None:
+async def test_container_stop_drains_jobs_and_a_second_signal_shortens_the_drain(
+    instance: RunningAgent, signals: int
+) -> None:
     instance.command = shlex.join([sys.executable, str(FIRST_PROCESS), *shlex.split(COMMAND)[3:]])
     instance.write_settings()
     options = json.loads(instance.config.read_text())

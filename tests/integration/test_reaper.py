@@ -1,4 +1,4 @@
-"""The reaper, which adopts and reaps orphans. ``test_process.py`` has further tests for it."""
+"""Tests the reaper, which adopts and reaps orphans. ``test_process.py`` has further tests for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_reaper_restores_the_subreaper_flag_and_signal_handler_on_exit() -
 
 
 async def test_reaper_reaps_all_dead_children_including_earlier_ones() -> None:
-    """A single SIGCHLD may announce several exits, and earlier children exited before the signal handler was set."""
+    """A single SIGCHLD may announce several exits. Exits before the handler was set are not announced at all."""
     children = [subprocess.Popen(["/bin/true"]) for _ in range(3)]  # noqa: ASYNC220 - it does not wait
     while any((found := proc.stat(child.pid)) and found.is_alive for child in children):
         time.sleep(0.01)  # noqa: ASYNC251 - the loop must not run

@@ -1,4 +1,4 @@
-"""The parts of ``./dev release`` that need no container."""
+"""Tests the parts of ``./dev release`` that need no container."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def release(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment})
 
 
-def test_release_builds_wheel_and_source_reproducibly(tmp_path: Path) -> None:
+def test_release_builds_are_reproducible_and_compare_finds_differences(tmp_path: Path) -> None:
     for place in ("first", "second"):
         parts = "--only=wheel", "--only=notes", f"--image={OWN[platform.machine()]}=base"
         done = release(*parts, f"--out={tmp_path / place}", SOURCE_DATE_EPOCH="1700000000")
@@ -48,7 +48,7 @@ def test_release_builds_wheel_and_source_reproducibly(tmp_path: Path) -> None:
     assert {f"{source.name}: only after", f"{wheel.name}: content"} <= set(compared.stdout.splitlines())
 
 
-def test_light_stemcell_names_the_digest_of_the_image(tmp_path: Path) -> None:
+def test_image_digest_is_the_manifest_digest_in_the_oci_archive(tmp_path: Path) -> None:
     """An OCI archive's digest is the digest of its manifest, so it does not change when the image is pushed."""
     index = {"manifests": [{"digest": "sha256:" + "a" * 64}]}
     (tmp_path / "index.json").write_text(json.dumps(index))
@@ -72,7 +72,7 @@ def test_repacked_images_with_equal_content_are_byte_identical(tmp_path: Path) -
 
 
 def test_release_is_refused_if_its_tag_names_another_version(tmp_path: Path) -> None:
-    """Between two releases, the tree's version matches no tag, so every tag is refused."""
+    """Between two releases, the tree's version matches no tag, so every tag is rejected."""
     done = release("--tag=v9.9.9", "--only=wheel", f"--out={tmp_path / 'out'}")
 
     assert (done.returncode, done.stderr.partition(":")[0]) == (1, "release")

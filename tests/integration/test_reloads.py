@@ -50,7 +50,7 @@ def proxy(world: JobTree, reload: str, *, is_of_another_job: bool = False) -> li
 async def test_process_that_replaces_the_main_process_in_a_reload_is_adopted(
     world: JobTree, how: str, old: str, is_of_another_job: bool
 ) -> None:
-    # A daemon empties its pidfile before it writes its pid. Leave enough time between two checks, so that even on a
+    # A daemon empties its pidfile before it writes its pid. Leave enough time between two checks so that even on a
     # busy machine at most one of them sees the empty file.
     world.timing = msgspec.structs.replace(world.timing, look=0.5)
     reload = RELOADS[how] + ("; kill $old" if old == "ends" else "")
@@ -74,7 +74,7 @@ async def test_process_that_replaces_the_main_process_in_a_reload_is_adopted(
         assert ("haproxy", "alert") in world.told("PID changed")
 
 
-async def test_stop_reports_and_spares_an_unrelated_process_in_the_pidfile(world: JobTree) -> None:
+async def test_stop_reports_and_spares_an_unrelated_process_that_the_pidfile_names(world: JobTree) -> None:
     other = world.base / "other.pid"
     helper = world.job("helper", f"sleep 600 & echo $! >{other}; echo $$ >$pidfile; exec sleep 600")
     web = world.job("web", "echo $$ >>$log; echo $$ >$pidfile; exec sleep 600", "kill $(cat $log)")
@@ -91,10 +91,8 @@ async def test_stop_reports_and_spares_an_unrelated_process_in_the_pidfile(world
         assert is_alive(pid)
 
 
-async def test_process_started_by_an_operator_replaces_the_old_one(world: JobTree) -> None:
-    """The agent sends no signal to a process that it did not start, so the stop fails if the stop program leaves the
-    process running.
-    """
+async def test_process_started_by_an_operator_is_adopted_but_never_signalled(world: JobTree) -> None:
+    """The stop fails if the stop program leaves the process running."""
     web = world.job("web", "echo start >>$log; echo $$ >$pidfile; exec sleep 600", "exit 0", timeout=1)
     async with world.checking(web) as supervisor:
         old = (await in_state(supervisor, "web", "running")).pid

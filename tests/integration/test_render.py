@@ -1,4 +1,4 @@
-"""``agent-shim render``, which evaluates release templates as a Director does, with a real ruby."""
+"""Tests ``agent-shim render``, which evaluates release templates as a Director does, with a real ruby."""
 
 from __future__ import annotations
 
@@ -208,9 +208,7 @@ def test_render_error_for_an_unknown_address_suggests_a_remedy(tmp_path: Path, t
         ("<%= link('db').p('port') %>", "the link db has no property port: db/db does not set it"),
     ],
 )
-def test_render_error_distinguishes_link_properties_from_job_properties(
-    tmp_path: Path, template: str, said: str
-) -> None:
+def test_render_error_says_why_a_link_has_no_such_property(tmp_path: Path, template: str, said: str) -> None:
     job = {"name": "db", "properties": {}}
     done = render(*linked(tmp_path, template, jobs=[job]), "--group", "front", "--out", tmp_path / "out")
 
@@ -262,7 +260,7 @@ def test_render_warns_about_addons(tmp_path: Path) -> None:
     )
 
 
-def test_render_warns_about_jobs_left_in_its_output(tmp_path: Path) -> None:
+def test_render_warns_about_outdated_jobs_in_the_output_directory(tmp_path: Path) -> None:
     (tmp_path / "out/jobs/old").mkdir(parents=True)
     (tmp_path / "out/jobs/web").mkdir()
     done = render(manifest(tmp_path), release(tmp_path / "r"), "--out", tmp_path / "out")
@@ -318,7 +316,7 @@ def test_render_passes_only_properties_that_the_job_spec_declares(tmp_path: Path
     assert (tmp_path / "out/jobs/web/config/web.conf").read_text() == "none [:a, :b] true"
 
 
-def test_render_needs_no_release_for_the_agents_own_bpm(tmp_path: Path) -> None:
+def test_render_needs_no_release_for_the_built_in_bpm(tmp_path: Path) -> None:
     given = manifest(tmp_path)
     document = yaml.safe_load(given.read_text())
     document["instance_groups"][0]["jobs"].append({"name": "bpm", "release": "bpm"})
@@ -389,7 +387,7 @@ def test_manifest_error_names_the_file_and_position(tmp_path: Path, text: str, s
     assert "Traceback" not in done.stderr
 
 
-def test_render_option_only_rejects_an_unknown_job(tmp_path: Path) -> None:
+def test_render_refuses_to_select_an_unknown_job(tmp_path: Path) -> None:
     words = ("--only", "web", "--only", "wbe", "--out", tmp_path / "out")
     done = render(manifest(tmp_path), release(tmp_path / "r"), *words)
 
@@ -436,7 +434,9 @@ def test_render_options_set_instance_properties(tmp_path: Path) -> None:
         ({"AGENT_SHIM_ADDRESS": "::1", "AGENT_SHIM_AZ": "z3"}, "front-0 0 z3 true ::1 ::1 0"),
     ],
 )
-def test_render_variables_set_instance_properties(tmp_path: Path, environment: dict[str, str], text: str) -> None:
+def test_render_environment_variables_set_instance_properties(
+    tmp_path: Path, environment: dict[str, str], text: str
+) -> None:
     source = release(tmp_path / "r", INSTANCE.splitlines()[0])
     done = render(manifest(tmp_path), source, "--out", tmp_path / "out", **environment)
 

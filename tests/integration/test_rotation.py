@@ -1,4 +1,4 @@
-"""Job log rotation by the real worker while programs write to the logs."""
+"""Tests how the real worker rotates job logs while programs write to the logs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rotator(logs: Path, limits: RotationLimits = SMALL, told: str = "") -> Rotat
     return Rotation(Paths(logs.parents[2]), limits, lambda: told)
 
 
-def rotated(logs: Path, path: str, most: int) -> copytruncate.Moved:
+def rotate_log(logs: Path, path: str, most: int) -> copytruncate.Moved:
     """Rotate one log. Return how many bytes were moved and how many were lost."""
     root = os.open(logs, os.O_RDONLY)
     try:
@@ -97,7 +97,7 @@ async def test_log_archives_have_a_total_size_limit(logs: Path) -> None:
     assert left == ["new.log.1.gz", "x.log"]
 
 
-async def test_rotation_loses_lines_only_at_the_moment_of_truncation(logs: Path) -> None:
+async def test_log_rotation_loses_lines_only_at_the_moment_of_truncation(logs: Path) -> None:
     log = logs / "web/web.log"
     code = """
 import os, sys
@@ -128,7 +128,7 @@ for number in range(4000):
     assert sum(after - before > 1 for before, after in itertools.pairwise(known)) <= len(numbers) + 1
 
 
-def test_lines_written_while_a_rotation_syncs_are_kept(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_lines_written_while_a_rotation_syncs_are_kept(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log, burst = logs / "web/web.log", b"more\n" * (8 << 20)
     log.write_bytes(b"first\n")
 
@@ -138,7 +138,7 @@ def test_lines_written_while_a_rotation_syncs_are_kept(logs: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "fsync", slow)
 
-    assert rotated(logs, "web/web.log", MOST) == (len(b"first\n") + len(burst), 0)
+    assert rotate_log(logs, "web/web.log", MOST) == (len(b"first\n") + len(burst), 0)
     assert archived(log) == b"first\n" + burst
     assert log.stat().st_size == 0
 
@@ -162,7 +162,7 @@ async def test_rotating_a_huge_log_keeps_its_end(logs: Path, caplog: pytest.LogC
     assert archived(large) == b"x" * 150_000
 
 
-async def test_small_logs_are_rotated_before_a_huge_one(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_logs_are_rotated_in_order_of_size(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
     sizes = {"a.log": 30_000, "b.log": 10_000, "web/a.log": 20_000}
     for name, size in sizes.items():
         (logs / name).write_bytes(b"x" * size)
@@ -174,7 +174,7 @@ async def test_small_logs_are_rotated_before_a_huge_one(logs: Path, caplog: pyte
     assert "rotating b.log, web/a.log, a.log" in caplog.messages
 
 
-def test_endless_writer_does_not_hold_up_the_rotation(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_writer_does_not_hold_up_log_rotation(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The log is truncated once it has grown by half during its compression, even if the program keeps writing."""
     log, size = logs / "web/web.log", 4 * files.CHUNK_BYTES
     log.write_bytes(b"x" * size)
@@ -187,11 +187,11 @@ def test_endless_writer_does_not_hold_up_the_rotation(logs: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "read", written_meanwhile)
 
-    assert rotated(logs, "web/web.log", size) == (size + size // 2, 0)
+    assert rotate_log(logs, "web/web.log", size) == (size + size // 2, 0)
     assert log.stat().st_size == 0
 
 
-async def test_hole_left_by_a_non_appending_writer_is_not_counted(logs: Path) -> None:
+async def test_hole_in_a_log_left_by_a_non_appending_writer_is_not_counted(logs: Path) -> None:
     """After the truncation, the program continues to write at its old position, which leaves a hole at the beginning of
     the file.
     """
@@ -224,7 +224,7 @@ async def test_deployment_log_size_overrides_the_configured_one(logs: Path) -> N
 
 
 @pytest.mark.attack("a job exposes other users' files through symlinks or hard links in its log directory")
-async def test_rotation_ignores_links_and_hard_links(logs: Path, tmp_path: Path) -> None:
+async def test_log_rotation_ignores_symlinks_and_hard_links(logs: Path, tmp_path: Path) -> None:
     """If the agent followed links, a job could make it read or truncate any file on the machine, or change its
     owner.
     """
@@ -259,7 +259,7 @@ async def test_rotation_ignores_links_and_hard_links(logs: Path, tmp_path: Path)
         os.close(root)
 
 
-async def test_logrotate_rule_is_disabled_while_the_agent_rotates(logs: Path) -> None:
+async def test_logrotate_rule_is_disabled_while_the_agent_rotates_logs(logs: Path) -> None:
     """The Go agent has installed a logrotate rule for the same logs. A handback enables the rule again."""
     rule = Paths(logs.parents[2]).logrotate_rule
     rule.parent.mkdir(parents=True)
@@ -279,7 +279,7 @@ async def test_logrotate_rule_is_disabled_while_the_agent_rotates(logs: Path) ->
     assert rule.exists()
 
 
-async def test_agent_does_not_rotate_if_logrotate_cannot_be_disabled(
+async def test_agent_does_not_rotate_logs_if_logrotate_cannot_be_disabled(
     logs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If ``/etc`` is read-only, logrotate stays enabled, so the agent must not rotate the same logs as well."""
@@ -299,7 +299,7 @@ async def test_agent_does_not_rotate_if_logrotate_cannot_be_disabled(
     assert rule.exists()
 
 
-def test_disabled_rotation_enables_the_logrotate_rule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_disabled_log_rotation_enables_the_logrotate_rule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rule = Paths(tmp_path).logrotate_rule
     rule.parent.mkdir(parents=True)
     out_of_force = rule.with_name("vcap.disabled")
@@ -316,7 +316,7 @@ def test_disabled_rotation_enables_the_logrotate_rule(tmp_path: Path, caplog: py
 async def test_log_that_cannot_be_rotated_does_not_block_other_logs(
     logs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A directory already has the archive's name."""
+    """The log cannot be rotated, because a directory already has the archive's name."""
     (logs / "web/bad.log").write_text("b" * 1000)
     (logs / "web/bad.log.2.gz").mkdir()
     (logs / "web/bad.log.1.gz").mkdir()
@@ -336,7 +336,7 @@ async def test_log_that_cannot_be_rotated_does_not_block_other_logs(
         *((text, None) for text in ("", "M", "-1", "1T", "1.5G", "50 MB")),
     ],
 )
-def test_log_sizes_use_logrotates_syntax(text: str, number: int | None) -> None:
+def test_log_sizes_use_logrotate_syntax(text: str, number: int | None) -> None:
     if number is not None:
         assert rotation.size(text) == number
         return
@@ -349,7 +349,7 @@ def test_log_sizes_use_logrotates_syntax(text: str, number: int | None) -> None:
 
 @pytest.mark.attack("a job gives its logs names that are not UTF-8")
 async def test_log_with_a_name_in_invalid_utf_8_is_rotated(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The name must be escaped in the agent's log, so that it cannot forge lines or control a terminal."""
+    """The agent must escape the name in its log. Otherwise, the name could forge lines or control a terminal."""
     caplog.set_level("INFO")
     evil = logs / "web" / os.fsdecode(b"\xff\n\x1b[2J.log")
     for path in (evil, logs / "web/good.log"):
@@ -409,7 +409,7 @@ async def test_many_logs_in_one_job_do_not_block_log_rotation_for_other_jobs(
 
 
 @pytest.mark.parametrize("planted", ["second names", "archives of the future"])
-async def test_one_jobs_log_archives_do_not_displace_other_jobs_archives(logs: Path, planted: str) -> None:
+async def test_log_archives_of_one_job_do_not_displace_those_of_other_jobs(logs: Path, planted: str) -> None:
     (logs / "zoo").mkdir()
     good = logs / "zoo/good.log.1.gz"
     good.write_bytes(os.urandom(8192))

@@ -1,4 +1,4 @@
-"""Monit rules that are checked in each cycle for real processes: the results, alerts and actions."""
+"""Tests the results, alerts and actions of monit rules that are checked in each cycle for real processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_rules_are_first_checked_one_cycle_after_the_start(world: JobTree)
         await in_state(supervisor, "web", "running")
         await until(lambda: world.told("Resource limit matched"))
 
-        # Allow two ticks of tolerance, because both times are rounded to kernel clock ticks.
+        # Allow two ticks of tolerance, because the start time and the current time are both rounded to clock ticks.
         web = proc.stat(info(supervisor, "web").pid)
         assert web is not None
         assert clock.boot_ticks() - web.start_ticks >= world.timing.cycle * clock.TICKS - 2
@@ -133,7 +133,7 @@ async def test_cpu_rule_measures_cpu_time_between_cycles(world: JobTree) -> None
         assert info(supervisor, "idle").process.state == "running"
 
 
-async def test_restart_triggered_by_a_rule_is_counted(world: JobTree) -> None:
+async def test_restarts_triggered_by_a_rule_count_towards_the_restart_limit(world: JobTree) -> None:
     statements = ("if memory > 1 kb then restart", "if 2 restarts within 9999 cycles then unmonitor")
     job = world.job("web", "echo start >>$log; echo $$ >$pidfile; exec sleep 600", "kill $(cat $pidfile)", *statements)
     async with world.checking(job) as supervisor:
@@ -203,7 +203,7 @@ async def test_rules_for_a_passive_service_only_send_alerts(world: JobTree) -> N
         assert world.told("Resource limit matched") == [("web", "alert")]
 
 
-async def test_stop_and_unmonitor_rule_actions_clear_the_rules_failure(world: JobTree) -> None:
+async def test_failure_is_cleared_if_its_rule_stops_or_unmonitors_the_service(world: JobTree) -> None:
     jobs = [
         world.job("one", None, "kill $(cat $pidfile)", "if memory > 1 kb then stop"),
         world.job("two", None, "exit 0", "if memory > 1 kb then unmonitor"),
@@ -218,7 +218,7 @@ async def test_stop_and_unmonitor_rule_actions_clear_the_rules_failure(world: Jo
 # --- connections ------------------------------------------------------------------------------------------------------
 
 
-async def test_hanging_port_check_does_not_delay_other_checks(world: JobTree) -> None:
+async def test_hanging_connection_check_does_not_delay_other_checks(world: JobTree) -> None:
     """A check may wait a minute for a socket that accepts no connection."""
     with socket.socket(socket.AF_UNIX) as full, socket.socket() as free:
         full.bind(str(world.base / "full.sock"))
@@ -325,7 +325,7 @@ check device lost with path {world.base}/absent
 async def test_out_of_memory_kill_is_distinguished_from_other_kills(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent detects an out-of-memory kill because the container's OOM counter has increased."""
+    """The agent recognizes an out-of-memory kill by the increase of the container's OOM counter."""
     kills = [7]
     monkeypatch.setattr(cgroups, "oom_level", lambda *_: (2, Path("/")))
     monkeypatch.setattr(cgroups, "oom_kills_of", lambda *_: kills[0])

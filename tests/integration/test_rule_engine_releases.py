@@ -1,4 +1,4 @@
-"""Rules from public releases, and host and file checks. The tests compare the resulting states, alerts, program
+"""Tests rules from public releases, and host and file checks. The tests compare the resulting states, alerts, program
 runs and restarts.
 
 If a test follows a release's monit file, its docstring names the release.
@@ -225,7 +225,7 @@ async def test_changed_file_runs_a_program_with_monit_variables(world: JobTree) 
         assert world.told("Timestamp succeeded") == []
 
 
-async def test_file_above_its_size_limit_is_failing(world: JobTree) -> None:
+async def test_job_is_failing_while_a_file_exceeds_its_size_limit(world: JobTree) -> None:
     """The rule comes from queue in logsearch: ``if size > …``."""
     dump = world.base / "dump.rdb"
     dump.write_bytes(bytes(100))
@@ -292,7 +292,11 @@ async def test_directory_check_without_programs_fails_while_the_directory_is_mis
         await until(lambda: supervisor.job_state() == "failing")
 
         store = info(supervisor, "store")
-        assert (store.reason, store.last_exit, dict(store.exits)) == (f"{path} is missing; it is not restarted: it has no start program", "", {})
+        assert (store.reason, store.last_exit, dict(store.exits)) == (
+            f"{path} is missing; it is not restarted: it has no start program",
+            "",
+            {},
+        )
         assert {each.event for each in world.events} == {"Does not exist", "Exists"}
 
 

@@ -1,4 +1,4 @@
-"""The agent runtime's callbacks, tested through their effects on the bus, the volume and the jobs."""
+"""Tests the agent runtime's callbacks through their effects on the bus, the volume and the jobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PERIOD_S = 30.0
 PROGRAMS = Path("tests/support/programs").resolve()
 
 
-def played(program: str, *arguments: object) -> str:
+def command_through(program: str, *arguments: object) -> str:
     """Return the command that runs an agent through ``program``, which modifies the agent first."""
     return shlex.join([sys.executable, str(PROGRAMS / program), *map(str, arguments), *shlex.split(COMMAND)[3:]])
 
@@ -34,7 +34,7 @@ def played(program: str, *arguments: object) -> str:
 
 
 async def test_volume_lease_is_released_only_after_the_jobs_stop(instance: RunningAgent) -> None:
-    """While this agent's jobs run, no other agent may write to the volume."""
+    """While this agent's jobs are running, no other agent may write to the volume."""
     lease = Paths(instance.base).mirror / NAME
     await instance.deploy()
 
@@ -51,7 +51,7 @@ async def test_delayed_get_task_reply_is_sent_before_the_agent_disconnects(insta
     await instance.deploy(more={"more": {"bin/run": "#!/bin/sh\nsleep 1000\n", "monit": ""}})
     task = (await instance.director.value(AGENT, "run_errand", "more"))["agent_task_id"]
     poll = asyncio.create_task(instance.director.call(AGENT, "get_task", task, retries=0))
-    await instance.director.value(AGENT, "ping")  # the poll was sent before the ping, so it has arrived
+    await instance.director.value(AGENT, "ping")  # the poll was sent first, so it has arrived as well
     assert not poll.done()
 
     assert await instance.stop_agent() == 0
@@ -89,9 +89,9 @@ async def test_reconnect_sends_pending_alerts_and_an_extra_heartbeat(instance: R
 
 
 async def test_reconnect_updates_the_packet_filter(instance: RunningAgent) -> None:
-    """The bus may have a new address, to which the packet filter must keep jobs from connecting."""
+    """The bus may have a new address, and the packet filter must keep jobs from connecting to it."""
     written = instance.scratch / "written"
-    instance.command = played("without_nft.py", written)
+    instance.command = command_through("without_nft.py", written)
     await instance.start_agent()
     before = await until(lambda: written.exists() and written.read_text())
     await instance.server.kill()
@@ -110,16 +110,16 @@ async def test_jobs_start_only_after_the_late_boot_steps(instance: RunningAgent)
     await instance.deploy(more={"more": {"bin/pre-start": f"#!/bin/sh\ntouch {prepared}\n", "monit": ""}})
     await instance.kill_agent()
     os.kill(instance.pids()["job0"], signal.SIGKILL)
-    for place in instance.base.iterdir():  # simulate a new root file system, after which the agent starts the jobs
+    for place in instance.base.iterdir():  # simulate a new root file system, so that the agent starts the jobs
         if place.is_dir() and not place.is_symlink() and place.name != "data":
             shutil.rmtree(place)
         elif place.name != "data":
             place.unlink()
     may_end = instance.scratch / "may-end"
-    instance.command = played("late_boot.py", may_end)
+    instance.command = command_through("late_boot.py", may_end)
 
     await instance.start_agent()
-    await instance.run("list_disk")  # this would hang if the agent had begun to start the jobs
+    await instance.run("list_disk")  # would hang if the agent were already starting the jobs
     assert not prepared.exists()
 
     may_end.touch()
@@ -144,7 +144,7 @@ async def test_takeover_from_monit_does_not_start_stopped_jobs(instance: Running
     assert len(instance.starts()["job0"]) == 1
 
 
-async def test_go_agents_default_monit_password_is_replaced(instance: RunningAgent) -> None:
+async def test_default_monit_password_of_the_go_agent_is_replaced(instance: RunningAgent) -> None:
     """The Go agent's default password is public."""
     user = Paths(instance.base).monit_user
     user.parent.mkdir(parents=True)
@@ -169,8 +169,8 @@ async def test_metrics_count_running_and_waiting_tasks_and_sent_and_collapsed_al
     await instance.deploy(more={"long": LONG})
     for times in (1.0, 2.0):
         os.kill(instance.pids()["job0"], signal.SIGKILL)
-        # Wait until the agent has seen the process. If the process exited earlier, this would be a failed start and not
-        # a restart.
+        # Wait until the agent has seen the new process. If the process were killed earlier, the agent would report a
+        # failed start instead of a restart.
         restarted = {'agent_shim_process_restarts_total{process="job0"}': times}
         await until_scraped(instance.http, {**restarted, 'agent_shim_process_up{process="job0"}': 1.0})
     for _ in range(3):
@@ -198,7 +198,7 @@ LONG = {"bin/run": "#!/bin/sh\nexec sleep 1000\n", "monit": ""}
 
 
 async def scraped(address: str) -> dict[str, float]:
-    """Return the values of all metrics by name and labels."""
+    """Return the values of all metrics, keyed by name and labels."""
 
     def read() -> str:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as answer:

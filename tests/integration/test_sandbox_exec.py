@@ -1,4 +1,5 @@
-"""The steps that the sandbox performs right before it executes the program. The program itself reports their effects.
+"""Tests the steps that the sandbox performs right before it executes the program. The program itself reports their
+effects.
 
 The steps run in a child process, so they do not affect the test process.
 """
@@ -129,7 +130,7 @@ async def plainly(argv: Sequence[str], stdin: int) -> process.Process:
     return process.spawn(argv, env={}, stdin=stdin)
 
 
-async def test_sandboxed_program_waits_until_its_pid_is_recorded(tmp_path: Path) -> None:
+async def test_sandboxed_program_does_not_run_if_its_pid_cannot_be_recorded(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     wanted = order(argv=["/bin/sh", "-c", f"echo >{marker}"])
     with pytest.raises(ValueError, match="full"):
@@ -158,7 +159,7 @@ async def test_sandbox_setup_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("inherited", "own"), [("-500", 0), ("0", 0), ("300", 300)])
-def test_sandboxed_job_does_not_inherit_the_agents_oom_protection(tmp_path: Path, inherited: str, own: int) -> None:
+def test_sandboxed_job_does_not_inherit_oom_protection_from_the_agent(tmp_path: Path, inherited: str, own: int) -> None:
     """A negative OOM score becomes 0. A positive score makes the kernel kill the job first, so it is kept."""
     score = tmp_path / "oom_score_adj"
     score.write_text(inherited)
@@ -247,7 +248,7 @@ async def test_sandboxed_program_can_move_and_truncate_files_in_its_volume(tmp_p
 
 
 def directory(path: Path, mode: int, owner: int = 0) -> Path:
-    """Create a directory with this mode and owner."""
+    """Create the directory ``path`` with ``mode`` and ``owner``."""
     path.mkdir()
     path.chmod(mode)
     os.chown(path, owner, owner)
@@ -255,7 +256,7 @@ def directory(path: Path, mode: int, owner: int = 0) -> Path:
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", 143)])
-async def test_sandbox_init_passes_on_its_programs_exit_code(tmp_path: Path, script: str, code: int) -> None:
+async def test_sandbox_init_passes_on_the_exit_code_of_its_program(tmp_path: Path, script: str, code: int) -> None:
     script = f"(sleep 0.01 &); echo parent: $(cat /proc/$PPID/comm); {script}"
     status, found = await run(
         tmp_path, order(argv=["/bin/sh", "-c", script], env={"PATH": "/bin"}, has_init=True, inits=[])
@@ -265,7 +266,7 @@ async def test_sandbox_init_passes_on_its_programs_exit_code(tmp_path: Path, scr
 
 
 async def test_sandbox_uses_the_first_executable_init(tmp_path: Path) -> None:
-    """The program is passed to the init after ``--``, so that the init does not take the program's options for its
+    """The program is passed to the init after ``--`` so that the init does not take the program's options for its
     own.
     """
     (tmp_path / "text").write_text("")

@@ -1,4 +1,4 @@
-"""SBOMs for the agent and the CPI, and the licences of the packages in them."""
+"""Tests the SBOMs for the agent and the CPI, and the licences of the packages in them."""
 
 from __future__ import annotations
 

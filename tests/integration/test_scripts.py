@@ -1,4 +1,4 @@
-"""Job scripts as real processes in a scratch tree."""
+"""Tests job scripts as real processes in a scratch tree."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_script_output_is_appended_to_the_job_logs(paths: Paths, runner: S
     await runner.run_all("pre-start", ["absent"], {})
     await runner.run_all("pre-start", ["web", "absent"], {})
     assert stat.S_IMODE((paths.log / "web").stat().st_mode) == 0o750
-    (paths.log / "web").chmod(0o770)  # a job may do this, and the mode must then be kept
+    (paths.log / "web").chmod(0o770)  # a job may change the mode, which must then be kept
     await runner.run_all("pre-start", ["web", "absent"], {})
 
     assert log(paths, "web", "pre-start.stdout.log") == "out\nout\n"
@@ -97,7 +97,7 @@ async def test_script_runs_with_its_environment_working_directory_and_niceness(p
 
 
 async def test_scripts_run_in_parallel_and_failures_are_listed(paths: Paths, runner: Scripts) -> None:
-    """Each script waits until another one has finished, so all of them must run in parallel."""
+    """Three of the scripts wait until another one has finished, so all of them must run in parallel."""
     wait = 'while [ ! -e "{}" ]; do sleep 0.01; done; sleep 0.2; touch {}; exit {}'
     done = [paths.tmp / name for name in "abcd"]
     script(paths, "a", "post-start", wait.format(done[1], done[0], 1))
@@ -111,7 +111,7 @@ async def test_scripts_run_in_parallel_and_failures_are_listed(paths: Paths, run
     assert str(failed.value) == "2 of 4 post-start scripts failed. Failed Jobs: c, a. Successful Jobs: d, b."
 
 
-async def test_script_error_has_the_last_line_of_each_failed_script(paths: Paths, runner: Scripts) -> None:
+async def test_script_error_contains_the_last_line_of_each_failed_script(paths: Paths, runner: Scripts) -> None:
     script(paths, "dns", "pre-start", "echo first >&2; printf 'ip: \\033[1mnot permitted\\n\\n' >&2; exit 2")
     with pytest.raises(ActionError) as failed:
         await runner.run_all("pre-start", ["dns"], {})
@@ -138,7 +138,7 @@ async def test_error_for_a_traced_script_quotes_the_log_that_the_script_wrote(pa
     assert str(failed.value).endswith(" dns: dns_setup.log: cannot bind")
 
 
-async def test_post_start_error_quotes_the_scripts_output_and_not_process_logs(paths: Paths, runner: Scripts) -> None:
+async def test_post_start_error_quotes_script_output_and_not_process_logs(paths: Paths, runner: Scripts) -> None:
     """The job's processes may be writing to its other logs at the same time. The nats-tls post-start writes its
     errors to stdout.
     """

@@ -1,4 +1,4 @@
-"""The source distribution, which must contain everything that packagers need."""
+"""Tests the source distribution, which must contain everything that packagers need."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_source_distribution_passes_its_unit_tests(unpacked: Path) -> None:
-    """Remove variables such as ``PYTHONSAFEPATH``, with which the tests would import this checkout's modules."""
+    """Variables such as ``PYTHONSAFEPATH`` are removed. Otherwise, the tests would import this checkout's modules."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
     subprocess.run([sys.executable, "hatch_build.py"], cwd=unpacked, env=clean, check=True)
 

@@ -1,4 +1,4 @@
-"""Completion in real shells (bash, and zsh and fish from Debian's packages), and the manual page in groff."""
+"""Tests completion in real shells (bash, and zsh and fish from Debian's packages), and the manual page in groff."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ async def running(instance: RunningAgent) -> RunningAgent:
     return instance
 
 
-def typed(shell: str, scratch: Path, keys: str) -> list[str]:
-    """Type these keys in a shell that has loaded its completion script. Return the words on the line afterwards."""
+def type_keys(shell: str, scratch: Path, keys: str) -> list[str]:
+    """Type ``keys`` in a shell that has loaded our completion script. Return the words that are then on the line."""
     argv, begin = SHELLS[shell]
     write_script(shell, scratch)
     assert shutil.which(argv[0]), f"{shell} is missing: ./dev ci installs it"
@@ -107,7 +107,7 @@ def test_bash_and_zsh_complete_commands_and_options(
 ) -> None:
     (tmp_path / "agent.json").touch()
 
-    assert typed(shell, tmp_path, keys) == ["agent-shim", *words]
+    assert type_keys(shell, tmp_path, keys) == ["agent-shim", *words]
 
 
 @pytest.mark.parametrize(("shell", "key"), [("bash", "\x1b*"), pytest.param("zsh", "\t", marks=pytest.mark.slow)])
@@ -116,7 +116,7 @@ async def test_bash_and_zsh_complete_service_names(shell: str, key: str, running
     names = sorted(running.pids())
     for command in ("stop", "logs"):
         line = f"agent-shim {command} -b {running.base} {names[0][:2]}{key}"
-        found = await asyncio.to_thread(typed, shell, running.scratch, line)
+        found = await asyncio.to_thread(type_keys, shell, running.scratch, line)
 
         # The completion key inserts all matching words in bash, and only the first one in zsh.
         assert found[4:] == (names if shell == "bash" else names[:1])

@@ -1,4 +1,4 @@
-"""An agent without a Director, which deploys rendered jobs from a directory."""
+"""Tests an agent without a Director, which deploys rendered jobs from a directory."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class StandaloneTree:
         path = self.scratch / "trace"
         return path.read_text().splitlines() if path.exists() else []
 
-    def lay(self, name: str, files: Mapping[str, str]) -> None:
-        """Write a job's or package's files, for example ``jobs/web``, to the directory that the agent deploys."""
+    def write_files(self, name: str, files: Mapping[str, str]) -> None:
+        """Write files to the subdirectory ``name`` (such as ``jobs/web``) of the directory that is deployed."""
         for path, text in files.items():
             place = self.rendered / name / path
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ class StandaloneTree:
             for script in ("pre-start", "post-start", "pre-stop", "post-stop")
         }
         drain = {"bin/drain": f"#!/bin/sh\necho {name} drain >>{self.scratch}/trace\necho 0\n"}
-        self.lay(f"jobs/{name}", {**jobs.sleeper(self.paths, name), **scripts, **drain})
+        self.write_files(f"jobs/{name}", {**jobs.sleeper(self.paths, name), **scripts, **drain})
 
     def start(self) -> None:
         config = self.scratch / "agent.json"
@@ -112,9 +112,9 @@ async def place(tmp_path: Path) -> AsyncIterator[StandaloneTree]:
 
 async def test_standalone_agent_deploys_jobs_like_a_director(place: StandaloneTree) -> None:
     place.job("web")
-    place.lay("packages/tool", {"bin/tool": "x"})
-    place.lay("packages/bpm", {"bin/bpm": "x", "bin/runc": "y"})
-    place.lay("", {"instance.json": '{"name": "front", "id": "front-0", "deployment": "shop"}'})
+    place.write_files("packages/tool", {"bin/tool": "x"})
+    place.write_files("packages/bpm", {"bin/bpm": "x", "bin/runc": "y"})
+    place.write_files("", {"instance.json": '{"name": "front", "id": "front-0", "deployment": "shop"}'})
     place.start()
     await place.until_ready()
 
@@ -174,7 +174,7 @@ async def test_standalone_agent_waits_for_jobs_in_an_empty_directory(place: Stan
 
 
 def test_standalone_agent_deploys_jobs_from_a_config_map(tmp_path: Path) -> None:
-    """The kubelet provides the files as links, next to links of its own."""
+    """The kubelet provides the files as links, alongside links of its own."""
     kept = tmp_path / "rendered/jobs/web/..2026_01_01"
     (kept / "bin").mkdir(parents=True)
     (kept / "bin/ctl").write_text("#!/bin/sh\n")
@@ -200,7 +200,7 @@ def test_standalone_configuration_hash_changes_only_if_a_file_changes(tmp_path: 
     assert standalone.read(tmp_path).spec.configuration_hash != before
 
 
-def test_standalone_agent_ignores_files_and_hidden_directories(tmp_path: Path) -> None:
+def test_files_and_hidden_directories_are_not_taken_for_standalone_jobs(tmp_path: Path) -> None:
     (tmp_path / "jobs/.hidden").mkdir(parents=True)
     (tmp_path / "jobs/file").write_text("x")
 

@@ -1,4 +1,4 @@
-"""Services whose processes were started by one of the job's scripts, as in bosh-dns-release.
+"""Tests services whose processes were started by one of the job's scripts, as in bosh-dns-release.
 
 There, the pre-start runs three services' ctl scripts as root and as vcap. When the services are started later,
 the ctl scripts find the processes running and exit.
@@ -56,7 +56,7 @@ async def adopted(world: JobTree) -> AsyncIterator[tuple[Supervisor, list[int]]]
     job = dns(world)
     async with world.supervising() as supervisor:
         await run_script(world, supervisor, "pre-start")
-        found = await started(world)
+        found = await until_started(world)
         await supervisor.configure([job])
         await supervisor.start()
         for name in NAMES:
@@ -96,7 +96,7 @@ def pids(world: JobTree) -> list[int]:
     return [pid for path in files if (pid := number_in(path))]
 
 
-async def started(world: JobTree) -> list[int]:
+async def until_started(world: JobTree) -> list[int]:
     """Wait until all three services have a process and a child. Return their pids."""
     return await until(lambda: found if len(found := pids(world)) == 6 else None)
 
@@ -122,7 +122,7 @@ async def test_processes_started_by_pre_start_belong_to_the_services(world: JobT
         assert not any(map(is_alive, [*found, *later]))
 
 
-async def test_killed_process_that_pre_start_started_is_restarted(world: JobTree) -> None:
+async def test_killed_process_started_by_pre_start_is_restarted(world: JobTree) -> None:
     """The other services' processes must keep running, even though they all have the same keeper."""
     async with adopted(world) as (supervisor, found):
         os.kill(found[0], 9)
@@ -137,7 +137,7 @@ async def test_next_agent_recognizes_processes_started_by_pre_start(world: JobTr
     job = dns(world)
     async with world.supervising() as supervisor:
         await run_script(world, supervisor, "pre-start")
-        found = await started(world)
+        found = await until_started(world)
     async with world.supervising(job) as supervisor:
         for name in NAMES:
             await in_state(supervisor, name, "running")
@@ -214,13 +214,13 @@ async def test_deployment_after_a_failed_pre_start_runs_one_server_that_never_re
 
 
 def is_open(port: int) -> bool:
-    """Return True if a server listens on this port."""
+    """Return True if a server is listening on ``port``."""
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.attack("a job writes the pid of a root process or of another job's process into its pidfile")
-async def test_pidfile_naming_a_process_started_by_another_jobs_script_is_ignored(world: JobTree) -> None:
+async def test_pidfile_naming_a_process_started_by_a_script_of_another_job_is_ignored(world: JobTree) -> None:
     other = world.base / "other.number"
     dns(world, f"setsid sleep 600 & echo $! >{other}")
     async with world.supervising() as supervisor:

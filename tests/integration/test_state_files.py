@@ -21,8 +21,8 @@ MAX_MB = 130
 """The highest allowed peak memory of the agent in MB, three times as much as an idle agent needs."""
 
 GATES = ("bosh/agent_shim.json", "data/bosh/agent_shim.json", "bosh/agent_shim.lock")
-"""Files that are tested one at a time. The agent reads them first, and may not get to any other file if one of them is
-damaged.
+"""Files that are tested one at a time. The agent reads them first, and might not get to any other file if one of them
+is damaged.
 """
 OTHERS = (
     *("bosh/settings.json", "bosh/update_settings.json", "bosh/former_mbus.json", "bosh/spec.json", "bosh/tasks.json"),
@@ -83,8 +83,9 @@ CASES = [
         names,
         kind,
         id=f"{group}: {kind}",
-        # The daily tests apply every kind of damage to the files in OTHERS, and two kinds to each other group. They
-        # leave the lease alone, because the agent would wait for a damaged lease to expire. The slow tests do the rest.
+        # The daily tests apply every kind of damage to the files in OTHERS, and two kinds to each of the other groups.
+        # They leave the lease alone, because the agent would wait for a damaged lease to expire. The slow tests do the
+        # rest.
         marks=() if group == "others" or ((number - place) % 3 == 0 and group != "lease") else pytest.mark.slow,
     )
     for place, (group, names) in enumerate(GROUPS.items())
@@ -108,7 +109,7 @@ async def test_hostile_state_files_do_not_block_the_start_or_fill_the_memory(
     try:
         await instance.start_agent()
     except HostError as exc:
-        assert "it has ended: agent-shim: cannot " in str(exc)
+        assert "it has exited: agent-shim: cannot " in str(exc)
     else:
         peak = int(re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{instance.pid}/status").read_text())[0]) / 1024
         assert peak < MAX_MB

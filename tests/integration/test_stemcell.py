@@ -1,4 +1,6 @@
-"""The stemcell tarball, as Directors and CPIs read it. A full stemcell with a real image is tested in tests/image."""
+"""Tests the stemcell tarball, as Directors and CPIs read it. A full stemcell with a real image is tested in
+tests/image.
+"""
 
 from __future__ import annotations
 

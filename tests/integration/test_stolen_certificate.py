@@ -1,4 +1,4 @@
-"""What a thief with a stolen agent certificate can and cannot do on a real bus while the agent is connected.
+"""Tests what a thief with a stolen agent certificate can and cannot do on a real bus while the agent is connected.
 
 The bus gives the thief the agent's permissions, so the thief can read and answer requests to this agent. However,
 the thief can neither keep requests from the agent nor reach anyone except the Director and the Health Monitor.
@@ -26,7 +26,7 @@ LONG_S = 20.0
 @pytest.mark.parametrize("subject", ["agent.agent", "agent.agent thieves"], ids=["subscription", "queue group"])
 async def test_stolen_certificate_can_read_requests_but_not_intercept_them(tmp_path: Path, subject: str) -> None:
     """Members of a queue group share their messages. The agent is not a member, so a thief who joins a group takes no
-    request away from it.
+    request away from the agent.
     """
     async with talking(tmp_path) as talk:
         heard: list[str] = []
@@ -68,7 +68,7 @@ async def test_stolen_certificate_cannot_send_requests_or_publish_for_other_agen
 @pytest.mark.parametrize(
     "subject", ["agent.other", "agent.*", "agent.>", "director.>", "hm.>", "_INBOX.>", "$SYS.>", ">", "agent.other x"]
 )
-async def test_stolen_certificate_cannot_read_other_agents_messages(tmp_path: Path, subject: str) -> None:
+async def test_stolen_certificate_cannot_read_messages_for_other_agents(tmp_path: Path, subject: str) -> None:
     async with talking(tmp_path) as talk:
         await talk.server.add_agent("other")
         thief = talk.server.mbus("agent")
@@ -119,9 +119,9 @@ async def test_requests_are_answered_while_a_client_with_a_stolen_certificate_ne
 
 
 @pytest.mark.attack("another agent uses the CPI's certificate after the credentials were changed")
-async def test_stolen_first_certificate_is_useless_after_the_rotation(tmp_path: Path) -> None:
-    """The CPI's certificate is the first one. The Director replaces it with ``update_settings``, and the CPI's user is
-    then removed from the bus.
+async def test_stolen_bootstrap_certificate_receives_nothing_after_rotation(tmp_path: Path) -> None:
+    """The Director replaces the CPI's certificate with ``update_settings``. The CPI's user is then removed from the
+    bus.
     """
     async with talking(tmp_path) as talk:
         heard: list[object] = []
@@ -141,7 +141,7 @@ async def test_stolen_first_certificate_is_useless_after_the_rotation(tmp_path: 
 
 
 @pytest.mark.attack("a neighbour poses as the bus, or sends requests in the Director's name")
-async def test_stolen_certificate_cannot_claim_another_name(tmp_path: Path) -> None:
+async def test_forged_director_certificate_is_rejected_by_the_bus(tmp_path: Path) -> None:
     async with talking(tmp_path) as talk:
         pair = Authority().client(DIRECTOR)
         forged = replace(talk.server.peer(), certificate=pair.certificate, private_key=pair.private_key)

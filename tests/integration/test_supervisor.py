@@ -84,7 +84,7 @@ async def test_start_program_environment_matches_monit(world: JobTree) -> None:
         ("sh -c 'exit 1' & echo $! >$pidfile; wait", "process {pid} of the pidfile exited immediately"),
     ],
 )
-async def test_failed_start_reports_the_last_line_of_output(world: JobTree, start: str, why: str) -> None:
+async def test_failed_start_is_retried_and_reported_once_with_its_reason(world: JobTree, start: str, why: str) -> None:
     job = world.job("web", start, timeout=60)
     script = world.base / "jobs/web/bin/start"
     if "cannot run" in why:
@@ -202,7 +202,6 @@ async def test_stale_pidfile_is_ignored(world: JobTree) -> None:
 
 @pytest.mark.attack("a job writes the pid of a root process or of another job's process into its pidfile")
 async def test_pidfile_naming_a_process_that_the_script_did_not_start_is_ignored(world: JobTree) -> None:
-    """A script writes the pid of a process that it has not started."""
     stranger = process.spawn(["/bin/sleep", "600"], env={"TEST_OF": str(world.base)})
     await until(lambda: clock.boot_ticks() > stranger.start_ticks)
     job = world.job("web", f"echo {stranger.pid} >$pidfile", "exit 0", timeout=1)
@@ -366,7 +365,7 @@ async def test_instance_is_starting_as_soon_as_a_start_is_requested(world: JobTr
 
 async def test_stop_is_answered_after_the_pending_save(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the agent crashes right after its answer, the saved state must already say that all jobs are stopped."""
-    write, leave = files.write_atomic, Service.has_left
+    write, leave = files.write_atomic, Service.wait_to_leave
 
     def slowly(path: Path, content: bytes, **options: Any) -> None:
         if b'"stopped"' in content:
@@ -381,7 +380,7 @@ async def test_stop_is_answered_after_the_pending_save(world: JobTree, monkeypat
         for name in ("web", "db"):
             await in_state(supervisor, name, "running")
         monkeypatch.setattr(files, "write_atomic", slowly)
-        monkeypatch.setattr(Service, "has_left", late)
+        monkeypatch.setattr(Service, "wait_to_leave", late)
         await supervisor.stop(wait=True)
 
         saved = read_saved(world.paths.supervisor_state)
@@ -428,7 +427,7 @@ async def test_stop_kills_processes_that_remain_after_the_stop_timeout(
 
 
 @pytest.mark.parametrize(("stop", "said"), [(None, []), ("echo stopped >>$log", ["stopped"])])
-async def test_stop_works_without_a_stop_program_and_without_a_running_process(
+async def test_stop_works_without_a_stop_program_or_a_running_process(
     world: JobTree, stop: str | None, said: list[str]
 ) -> None:
     async with world.supervising(world.job("web", None, stop)) as supervisor:
@@ -525,7 +524,7 @@ async def test_stop_is_complete_before_the_director_gives_up(world: JobTree, mon
     says.
     """
     assert 0 < supervisors.KILL_SHARE < 1
-    monkeypatch.setattr(supervisors, "KILL_SHARE", 0.02)  # Even a busy machine stays within this limit.
+    monkeypatch.setattr(supervisors, "KILL_SHARE", 0.02)  # SIGKILL is sent after 1 s.
     start = f"exec {program('ignore_term.sh', '$pidfile')}"
     async with world.supervising(world.job("web", start, "sleep 600", timeout=600)) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -534,7 +533,7 @@ async def test_stop_is_complete_before_the_director_gives_up(world: JobTree, mon
         assert not is_alive(found.pid)
 
 
-async def test_a12_stop_timeout_error_has_the_text_that_the_director_tolerates(
+async def test_a12_stop_timeout_error_has_the_message_that_the_director_tolerates(
     world: JobTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "send", _lose)
@@ -553,7 +552,7 @@ async def test_a12_stop_timeout_error_has_the_text_that_the_director_tolerates(
 
 
 def _lose(_: tuple[int, int], sig: int) -> bool:
-    """Pretend that the signal was sent, as if the process hung in the kernel."""
+    """Report success without sending the signal. The process then seems to hang in the kernel."""
     return True
 
 
@@ -568,7 +567,7 @@ async def test_a12_stopping_an_unkillable_process_fails(world: JobTree, monkeypa
             await supervisor.stop(wait=True)
 
         reason = info(supervisor, "web").reason
-        # The shell's child may still be named sh, because it may not have become sleep yet when its name is read.
+        # The shell's child may still be named sh, because it might not have become sleep yet when its name is read.
         assert re.fullmatch(rf"cannot end {found.pid} \((sh|sleep)\)", reason)
         assert str(caught.value) == f"Stopping services '[web]' errored: web: {reason}"
         monkeypatch.undo()
@@ -592,7 +591,7 @@ async def test_stop_fails_while_the_keeper_reports_children_that_proc_does_not_s
         monkeypatch.undo()
 
 
-async def test_start_requested_during_a_stop_runs_after_it(world: JobTree) -> None:
+async def test_start_requested_during_a_stop_runs_after_the_stop(world: JobTree) -> None:
     """The start program must not run at the same time as the stop program."""
     job = world.job(
         "web",
@@ -613,8 +612,8 @@ async def test_start_requested_during_a_stop_runs_after_it(world: JobTree) -> No
 
 
 async def test_unmonitored_process_keeps_running(world: JobTree) -> None:
-    """The Director unmonitors all services before a drain. Until the stop or the next start, nothing is restarted, and
-    the instance is failing.
+    """The Director unmonitors all services before a drain. Until it stops or starts them, nothing is restarted, and the
+    instance is failing.
     """
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
@@ -628,8 +627,8 @@ async def test_unmonitored_process_keeps_running(world: JobTree) -> None:
 
 
 async def test_apply_between_starts_does_not_affect_processes(world: JobTree) -> None:
-    """The Director's apply replaces running jobs' configuration and monit files. Only their next stop uses the
-    new configuration.
+    """The Director's apply replaces running jobs' configuration and monit files. The new configuration takes effect
+    only at the jobs' next stop.
     """
     job, more = world.job("web"), world.job("more", file="x")
     async with world.supervising(job) as supervisor:

@@ -30,7 +30,7 @@ from tests.support.waiting import until
 
 
 async def kill_all(*pids: int) -> None:
-    """Kill these processes, and wait until they have exited."""
+    """Kill the processes ``pids``, and wait until they have exited."""
     for pid in pids:
         kill(pid)
     await until(lambda: not any(is_alive(pid) for pid in pids))
@@ -60,7 +60,7 @@ async def test_next_agent_adopts_children_and_daemons(world: JobTree) -> None:
 
 
 async def killed_agent(world: JobTree, *files: JobFile) -> dict[str, int]:
-    """Start the jobs with an agent in another process, then kill this agent with SIGKILL.
+    """Start the jobs with an agent in another process, then kill that agent with SIGKILL.
 
     Return the pid of each job's process.
     """
@@ -150,7 +150,7 @@ async def test_interrupted_stop_is_completed_by_the_next_agent(world: JobTree, r
 
 
 async def test_unmonitored_process_stays_unmonitored_under_the_next_agent(world: JobTree) -> None:
-    """The Director unmonitors the processes before a drain. Restarting the agent must not undo this."""
+    """The Director unmonitors the processes before a drain. A restart of the agent must not undo this."""
     async with world.supervising(world.job("web")) as supervisor:
         found = await in_state(supervisor, "web", "running")
         await supervisor.unmonitor()
@@ -271,8 +271,8 @@ async def test_new_container_with_the_same_pids_is_recognized(world: JobTree) ->
         assert [path.name for path in world.paths.monit_job.iterdir()] == ["0000_web.monitrc"]
 
 
-async def test_jobs_start_even_if_the_supervisor_state_is_unreadable(world: JobTree) -> None:
-    """Running processes are still adopted, because their keepers know the job."""
+async def test_running_processes_are_adopted_even_if_the_supervisor_state_is_unreadable(world: JobTree) -> None:
+    """The keepers know which job the processes belong to."""
     with reaper.reaping():
         before = await killed_agent(world, world.job("web"))
         (world.paths.supervisor_state).write_text("{ half")
@@ -284,7 +284,7 @@ async def test_jobs_start_even_if_the_supervisor_state_is_unreadable(world: JobT
             assert (await in_state(supervisor, "web", "running")).pid == before["web"]
 
 
-async def test_keepers_unrecorded_process_is_killed_before_the_next_start(world: JobTree) -> None:
+async def test_process_known_only_to_its_keeper_is_killed_before_the_next_start(world: JobTree) -> None:
     """The agent was killed before it saved the first start, and the process had not written its pidfile yet."""
     with reaper.reaping():
         before = await killed_agent(world, world.job("web"))

@@ -1,4 +1,4 @@
-"""A single service: exits, restarts, dependents, rules about a missing process, and file and host checks."""
+"""Tests a single service: exits, restarts, dependents, rules about a missing process, and file and host checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNTED = f"echo start $name >>$log; echo $$ >$pidfile; {LASTING}"
 STOP = "echo stop $name >>$log; kill $(cat $pidfile)"
 
 
-async def killed(supervisor: Supervisor, name: str) -> int:
+async def kill_and_await_successor(supervisor: Supervisor, name: str) -> int:
     """Kill a service's process, and wait for its successor. Return the successor's pid."""
     before = (await in_state(supervisor, name, "running")).pid
     kill(before)
@@ -33,13 +33,13 @@ async def killed(supervisor: Supervisor, name: str) -> int:
 
 
 @pytest.mark.parametrize("start", [None, program("fork_twice.py", "$pidfile")], ids=["a child", "forked twice"])
-async def test_killed_process_is_restarted_immediately_and_its_exit_status_reported(
+async def test_killed_process_is_restarted_immediately_and_its_exit_status_is_reported(
     world: JobTree, start: str | None
 ) -> None:
     """All polling intervals are ten minutes in this test, so a restart that depends on polling would come too late."""
     world.timing = replace(world.timing, backoff_first=600, look=600, settle=600)
     async with world.supervising(world.job("web", start)) as supervisor:
-        pid = await killed(supervisor, "web")
+        pid = await kill_and_await_successor(supervisor, "web")
 
         assert is_alive(pid)
         assert info(supervisor, "web").restarts == 1
@@ -91,7 +91,9 @@ shared-redis-release's broker-nginx behaves like this.
 
 
 async def test_daemon_may_write_its_pid_long_after_its_parent_has_exited(world: JobTree) -> None:
-    """On a busy machine, the pid may be written seconds later. The keeper knows that a process is still running."""
+    """On a busy machine, the pid may be written seconds later. The agent waits, because the keeper reports a running
+    process.
+    """
     world.timing = replace(world.timing, cycle=600)
     async with world.supervising(world.job("web", SLOW_DAEMON)) as supervisor:
         first = (await in_state(supervisor, "web", "running")).pid
@@ -106,10 +108,10 @@ async def test_daemon_may_write_its_pid_long_after_its_parent_has_exited(world: 
 
 
 async def test_start_program_that_outlives_its_process_is_replaced_after_a_cycle(world: JobTree) -> None:
-    """Until then, the agent waits, because the running start program could still start another process."""
+    """The agent waits for a cycle, because the running start program could still start another process."""
     lingering = "echo start >>$log; sleep 600 & echo $! >$pidfile; exec sleep 700"
     async with world.supervising(world.job("web", lingering)) as supervisor:
-        await killed(supervisor, "web")
+        await kill_and_await_successor(supervisor, "web")
 
         assert world.lines() == ["start", "start"]
         assert world.told("Does not exist") == [("web", "restart")]
@@ -221,7 +223,7 @@ async def test_service_without_a_stop_program_is_not_restarted(world: JobTree) -
     ("statement", "why"),
     [("mode passive", "it is passive"), ("if does not exist then alert", "the rule for that says alert")],
 )
-async def test_passive_service_is_started_on_request_but_not_restarted(
+async def test_passive_or_alert_only_service_is_started_on_request_but_not_restarted(
     world: JobTree, statement: str, why: str
 ) -> None:
     async with world.supervising(world.job("web", COUNTED, STOP, statement)) as supervisor:
@@ -379,7 +381,7 @@ async def test_crash_restarts_unmonitored_dependents(world: JobTree) -> None:
         await all_in(supervisor, "running", "a", "b", "c", "d")
         await supervisor.unmonitor_one("c")
         before = info(supervisor, "c").pid
-        await killed(supervisor, "b")
+        await kill_and_await_successor(supervisor, "b")
         await in_state(supervisor, "c", "running")
 
         assert info(supervisor, "c").pid != before

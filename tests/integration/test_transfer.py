@@ -1,4 +1,4 @@
-"""HTTP transfers over real sockets: requests, responses, errors, and the removal of secrets from error messages."""
+"""Tests HTTP transfers over real sockets: requests, responses, errors, and the redaction of secrets in errors."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def open_files() -> int:
 # --- GET --------------------------------------------------------------------------------------------------------------
 
 
-async def test_url_is_requested_unchanged(server: BlobServer, transfer: Transfer) -> None:
+async def test_blob_url_is_requested_unchanged(server: BlobServer, transfer: Transfer) -> None:
     """The URL may contain a signature, which is valid only for the URL's exact spelling."""
     query = "a=%2f%2F&b=1+2%20&c=~%7e&X=%3d=&sig=a%2Bb%3D"
     assert await got(transfer, f"{server.url}/b?{query}", extra="header") == BLOB
@@ -88,7 +88,7 @@ async def test_url_is_requested_unchanged(server: BlobServer, transfer: Transfer
     [(http.NO_LENGTH, BLOB), (http.ENCODED, gzip.compress(BLOB)), (http.DRIBBLE, b"slow and steady")],
     ids=["without a length", "encoded", "slow but steady"],
 )
-async def test_response_body_is_read_completely_without_decoding(
+async def test_transfer_reads_the_whole_response_body_without_decoding(
     server: BlobServer, tmp_path: Path, how: str, blob: bytes
 ) -> None:
     """The digest is computed from the bytes that were sent, even if the server declares an encoding."""
@@ -98,8 +98,9 @@ async def test_response_body_is_read_completely_without_decoding(
         assert await got(transfer, f"{server.url}/b") == blob
 
 
-async def test_download_follows_redirects(server: BlobServer, transfer: Transfer) -> None:
-    """The password must be sent only to the host in the original URL."""
+async def test_redirected_download_sends_the_password_only_to_the_original_host(
+    server: BlobServer, transfer: Transfer
+) -> None:
     async with http_server() as other:
         other.blobs["/c"] = b"there"
         server.plan = [f"redirect:{other.url}/c?{SECRET}"]
@@ -150,7 +151,7 @@ async def test_stalled_get_times_out(server: BlobServer, tmp_path: Path, how: st
         ("", "Excuting GET request: "),
     ],
 )
-async def test_error_names_an_unreachable_host_or_proxy(
+async def test_transfer_error_names_an_unreachable_host_or_proxy(
     transfer: Transfer, monkeypatch: pytest.MonkeyPatch, url: str, text: str
 ) -> None:
     said = await failure(transfer, url)
@@ -163,7 +164,7 @@ async def test_error_names_an_unreachable_host_or_proxy(
 
 
 @pytest.mark.attack("a blobstore redirects endlessly or to a file, or stalls")
-async def test_redirects_are_followed_up_to_a_limit(server: BlobServer, transfer: Transfer) -> None:
+async def test_download_redirects_are_followed_up_to_a_limit(server: BlobServer, transfer: Transfer) -> None:
     server.plan = [f"redirect:{server.url}/b?{SECRET}"] * 20
 
     assert await failure(transfer, f"{server.url}/b") == (
@@ -234,7 +235,7 @@ async def test_put_times_out_if_the_server_does_not_read_or_answer(
 
 
 @pytest.mark.attack("a neighbour poses as the blobstore")
-async def test_configured_ca_replaces_the_system_cas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_configured_blobstore_ca_replaces_the_system_cas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a CA is configured, certificates signed by one of the system's CAs must be rejected."""
     authority, system = Authority("blobstore-ca"), Authority("system-ca")
     (tmp_path / "system.pem").write_text(system.ca)
@@ -257,7 +258,9 @@ async def test_configured_ca_replaces_the_system_cas(tmp_path: Path, monkeypatch
 
 @pytest.mark.attack("a neighbour poses as the blobstore")
 @pytest.mark.parametrize("wrong", ["host", "time"])
-async def test_certificate_for_another_host_or_outside_its_validity_is_rejected(tmp_path: Path, wrong: str) -> None:
+async def test_blobstore_certificate_for_another_host_or_outside_its_validity_is_rejected(
+    tmp_path: Path, wrong: str
+) -> None:
     authority = Authority("blobstore-ca")
     pair = authority.server(hosts=["other.example"]) if wrong == "host" else authority.server(valid=EXPIRED)
     async with http_server(tmp_path, pair) as server, Transfer(authority.ca, SURE, tmp_path) as transfer:
@@ -266,7 +269,7 @@ async def test_certificate_for_another_host_or_outside_its_validity_is_rejected(
     assert ("IP address mismatch" if wrong == "host" else "certificate has expired") in said
 
 
-@pytest.mark.attack("a blobstore sends data without end")
+@pytest.mark.attack("a blobstore sends endless data")
 async def test_downloading_an_endless_blob_fails_before_the_disk_is_full(
     server: BlobServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,7 +294,7 @@ async def test_downloading_an_endless_blob_fails_before_the_disk_is_full(
         ("{url}/", {"a": "b\r\nc: d"}),
     ],
 )
-async def test_invalid_request_url_is_rejected_without_retries(
+async def test_invalid_request_url_or_header_is_rejected_without_retries(
     server: BlobServer, tmp_path: Path, url: str, headers: dict[str, str]
 ) -> None:
     """Pauses between retries would delay all other requests."""
@@ -302,7 +305,7 @@ async def test_invalid_request_url_is_rejected_without_retries(
 
 @pytest.mark.attack("a request contains certificates or keys that the agent cannot use")
 @pytest.mark.parametrize("ca", ["s3cr3t", "s3cr3t é"])
-async def test_invalid_ca_is_reported(tmp_path: Path, ca: str) -> None:
+async def test_invalid_blobstore_ca_is_reported(tmp_path: Path, ca: str) -> None:
     with pytest.raises(BlobError, match="^cannot use the CA of the blobstore: it is not a PEM certificate$"):
         Transfer(ca, FAST, tmp_path)
 
@@ -358,7 +361,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 MOST = 1_000_000
-"""Maximum size in bytes of the memory that a response may occupy. The server sends three times as much."""
+"""Maximum amount of memory, in bytes, that a response is allowed to occupy. The server sends three times as much."""
 
 
 @pytest.mark.attack("a blobstore redirects endlessly or to a file, or stalls")
@@ -377,7 +380,9 @@ MOST = 1_000_000
     ],
     ids=["reason", "headers", "header", "interim", "extension", "size", "trailers", "trailer", "error"],
 )
-async def test_endless_response_is_not_kept_in_memory(transfer: Transfer, begin: bytes, endless: bytes) -> None:
+async def test_endless_transfer_response_is_not_kept_in_memory(
+    transfer: Transfer, begin: bytes, endless: bytes
+) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await http.read_head(reader)
         writer.write(begin)

@@ -1,4 +1,5 @@
-"""``./dev try-kubernetes``, with programs such as kind, kubectl and bosh replaced by stand-ins that record the calls.
+"""Tests ``./dev try-kubernetes``, with programs such as kind, kubectl and bosh replaced by stand-ins that record the
+calls.
 
 Of the bosh commands, only ``bosh int`` prints anything that the trial uses. In the daily tests, a stand-in
 replaces ``./dev`` as well, because building the CPI release takes a long time.

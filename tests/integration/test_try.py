@@ -1,4 +1,4 @@
-"""``agent-shim try`` with a stand-in for podman (the image tests run it with the real one)."""
+"""Tests ``agent-shim try`` with a stand-in for podman (the image tests run it with the real one)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ esac
 
 
 def packed(files: dict[str, bytes]) -> bytes:
-    """Return a gzipped tarball of these files."""
+    """Return a gzipped tarball of ``files``."""
     whole = io.BytesIO()
     with tarfile.open(fileobj=whole, mode="w:gz") as tar:
         for name, data in files.items():

@@ -24,7 +24,7 @@ PIDFILE = "data/sys/run/job0/job0.pid"
 PROGRAM = ROOT / "tests/support/programs/frozen_agent.py"
 
 
-def naive(mode: str) -> str:
+def frozen_command(mode: str) -> str:
     return f"{shlex.quote(sys.executable)} {PROGRAM} {mode} run -C {{config}} -b {{base}} --log-format json"
 
 
@@ -37,7 +37,7 @@ def logged(instance: RunningAgent, text: str) -> list[dict[str, Any]]:
 def poison(instance: RunningAgent, pids: dict[str, int]) -> Path:
     """Replace the first job's pidfile with a FIFO, which blocks its reader.
 
-    The job's process is killed, so that the agent reads the pidfile.
+    Then kill the job's process so that the agent reads the pidfile.
     """
     pidfile = instance.base / PIDFILE
     pidfile.unlink()
@@ -51,7 +51,7 @@ ENDS = {"blocked": 1, "computing": 1, "holding": 128 + signal.SIGVTALRM}
 
 @pytest.mark.parametrize("mode", ENDS)
 async def test_watchdog_logs_the_stack_of_a_blocked_agent_and_kills_it(instance: RunningAgent, mode: str) -> None:
-    instance.command = naive(mode)
+    instance.command = frozen_command(mode)
     pids = await instance.deploy(2)
     pidfile = poison(instance, pids)
     assert instance.agent is not None
@@ -69,7 +69,7 @@ async def test_watchdog_logs_the_stack_of_a_blocked_agent_and_kills_it(instance:
 
 
 async def test_watchdog_does_not_kill_an_agent_whose_loop_runs_again(instance: RunningAgent) -> None:
-    instance.command = naive("slow")
+    instance.command = frozen_command("slow")
     pids = await instance.deploy(2)
     pidfile = poison(instance, pids)
 
@@ -82,7 +82,7 @@ async def test_watchdog_does_not_kill_an_agent_whose_loop_runs_again(instance: R
 
 async def test_watchdog_does_not_kill_a_suspended_agent(instance: RunningAgent) -> None:
     """A container may be frozen or a machine suspended for longer than the limit."""
-    instance.command = naive("patient")
+    instance.command = frozen_command("patient")
     await instance.start_agent()
     assert instance.agent is not None
     instance.agent.send(signal.SIGSTOP)
@@ -103,7 +103,7 @@ async def test_systemd_watchdog_is_notified_until_a_blocked_agent_exits(
         systemd.setblocking(False)
         monkeypatch.setenv("NOTIFY_SOCKET", str(instance.scratch / "notify"))
         monkeypatch.setenv("WATCHDOG_USEC", "900000")
-        instance.command = naive("blocked")
+        instance.command = frozen_command("blocked")
         pids = await instance.deploy(2)
         assert instance.agent is not None
         poison(instance, pids)

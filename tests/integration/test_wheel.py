@@ -1,4 +1,4 @@
-"""The wheel, installed in a separate environment that cannot import from this checkout."""
+"""Tests the wheel, installed in a separate environment that cannot import from this checkout."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ def requirements(wheel: Path, extra: str = "") -> set[str]:
 def installed(wheel: Path, place: Path, extra: str = "") -> Path:
     """Create an environment with the wheel and its requirements. Return the directory with its programs.
 
-    pip installs only the wheel. The requirements become links to this environment's packages, so that no registry is
-    needed.
+    pip installs only the wheel. The requirements become links to this environment's packages, so no registry is needed.
     """
     venv.create(place, with_pip=False, symlinks=True)
     pip = [sys.executable, "-m", "pip", "--python", str(place / "bin/python"), "install", "--quiet", "--no-index"]
@@ -74,7 +73,7 @@ def installed(wheel: Path, place: Path, extra: str = "") -> Path:
 
 @pytest.fixture(scope="module")
 def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory with the wheel's programs, installed without an extra."""
+    """Install the wheel without extras. Return the directory with its programs."""
     return installed(wheel, tmp_path_factory.mktemp("plain") / "env")
 
 
@@ -150,7 +149,7 @@ def test_wheel_commands_run(programs: Path, tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
-def test_wheel_installs_one_command(programs: Path) -> None:
+def test_wheel_installs_only_the_agent_shim_command(programs: Path) -> None:
     """On a workstation, the names `monit`, `bpm` and `bosh-agent` could hide other programs. The image has links with
     these names instead.
     """
@@ -176,7 +175,7 @@ def test_demo_runs_from_the_wheel_with_the_demo_extra(wheel: Path, tmp_path: Pat
     assert "the agent ended with status 0" in run(programs / "agent-shim", "demo")
 
 
-def test_daily_tests_run_the_wheels_code() -> None:
+def test_daily_tests_run_the_code_in_the_wheel() -> None:
     unpacked = os.environ.get("AGENT_SHIM_UNPACKED_WHEEL")
     if unpacked is None:
         pytest.skip("only ./dev test unpacks the wheel")

@@ -1,4 +1,4 @@
-"""The worker process: its actions, the files that it leaves if it fails or is killed, and how it keeps secrets."""
+"""Tests the worker process: its actions, the files left behind if it fails or is killed, and how it keeps secrets."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def sha1(data: bytes) -> str:
     return hashlib.sha1(data, usedforsecurity=False).hexdigest()
 
 
-def kept(paths: Paths, data: bytes) -> BlobRef:
-    """Store these bytes as a local blob, and return a reference to it."""
+def store_local_blob(paths: Paths, data: bytes) -> BlobRef:
+    """Store ``data`` as a local blob, and return a reference to the blob."""
     blob_id = str(uuid.uuid4())
     (paths.blobs / blob_id).write_bytes(data)
     return BlobRef(blob_id, digest=sha1(data))
@@ -79,13 +79,13 @@ def package(paths: Paths, name: str, source: BlobRef) -> UnpackTarget:
     return UnpackTarget("package", name, str(paths.data_packages / name / "digest"), source)
 
 
-def tree(path: Path) -> dict[str, tuple[int, bytes]]:
+def files_under(path: Path) -> dict[str, tuple[int, bytes]]:
     """Return the mode and content of each file under a directory."""
     found = sorted(path.rglob("*"))
     return {str(p.relative_to(path)): (stat.S_IMODE(p.stat().st_mode), p.read_bytes()) for p in found if p.is_file()}
 
 
-def left_half_made(paths: Paths) -> list[Path]:
+def leftovers(paths: Paths) -> list[Path]:
     return [path for path in paths.base.rglob("*") if files.is_leftover(path.name)]
 
 
@@ -97,12 +97,12 @@ async def install(paths: Paths, *targets: UnpackTarget, parallel: int = 5, store
 
 
 async def test_worker_unpacks_jobs_packages_and_sources(paths: Paths) -> None:
-    templates = kept(
+    templates = store_local_blob(
         paths,
         tgz({"./web/monit": b"m", "./web/bin/run": b"r", "./web/bin/sub/x": b"x", "./db/bin/drain": b"d"}, mode=0o604),
     )
-    compiled = kept(paths, tgz({"./bin/tool": b"t"}, mode=0o4755))
-    source = kept(paths, tgz({"./packaging": b"p"}, compress=bytes))
+    compiled = store_local_blob(paths, tgz({"./bin/tool": b"t"}, mode=0o4755))
+    source = store_local_blob(paths, tgz({"./packaging": b"p"}, compress=bytes))
     web, db = (UnpackTarget("job", name, str(paths.data_jobs / name / "d"), templates) for name in ("web", "db"))
     outcomes = await install(
         paths,
@@ -113,19 +113,19 @@ async def test_worker_unpacks_jobs_packages_and_sources(paths: Paths) -> None:
     )
 
     assert outcomes == [Outcome(), Outcome(), Outcome(), Outcome(compressed=False, newest=1_600_000_000)]
-    assert tree(paths.data_jobs) == {
+    assert files_under(paths.data_jobs) == {
         "db/d/bin/drain": (0o750, b"d"),
         "web/d/bin/run": (0o750, b"r"),
         "web/d/bin/sub/x": (0o750, b"x"),
         "web/d/monit": (0o640, b"m"),
     }
-    assert tree(paths.data_packages) == {"tool/digest/bin/tool": (0o4755, b"t")}
-    assert tree(paths.compile) == {"src/packaging": (0o644, b"p")}
+    assert files_under(paths.data_packages) == {"tool/digest/bin/tool": (0o4755, b"t")}
+    assert files_under(paths.compile) == {"src/packaging": (0o644, b"p")}
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in paths.data_jobs.rglob("*") if path.is_dir()}
     assert modes == {"web": 0o750, "db": 0o750, "d": 0o750, "bin": 0o750, "sub": 0o750}
     for path in (paths.data_packages / "tool", paths.data_packages / "tool" / "digest", paths.compile / "src"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o755
-    assert left_half_made(paths) == []
+    assert leftovers(paths) == []
 
 
 async def test_worker_fetches_an_archive_with_several_jobs_once(paths: Paths, server: BlobServer) -> None:
@@ -140,7 +140,7 @@ async def test_worker_fetches_an_archive_with_several_jobs_once(paths: Paths, se
 
     assert outcomes == [Outcome()] * 8
     assert len(server.requests) == 1
-    assert len(tree(paths.data_jobs)) == 8
+    assert len(files_under(paths.data_jobs)) == 8
 
 
 @pytest.mark.parametrize("parallel", [1, 3, 0])
@@ -160,8 +160,8 @@ async def test_worker_runs_a_limited_number_of_transfers_in_parallel(
 
 
 async def test_failed_bundle_does_not_affect_other_bundles_in_the_same_worker(paths: Paths) -> None:
-    good = kept(paths, tgz({"a": b"a"}))
-    evil = kept(paths, tgz({"../../evil": b"x"}))
+    good = store_local_blob(paths, tgz({"a": b"a"}))
+    evil = store_local_blob(paths, tgz({"../../evil": b"x"}))
     missing = BlobRef("missing", digest="00")
     wrong = BlobRef(good.blob_id, digest="00")
     outcomes = await install(
@@ -186,8 +186,8 @@ async def test_failed_bundle_does_not_affect_other_bundles_in_the_same_worker(pa
         f"Getting job source from blobstore: {nowhere}",
         nowhere,
     ]
-    assert list(tree(paths.data_packages)) == ["good/digest/a"]
-    assert left_half_made(paths) == []
+    assert list(files_under(paths.data_packages)) == ["good/digest/a"]
+    assert leftovers(paths) == []
 
 
 @pytest.mark.attack("a blobstore redirects endlessly or to a file, or stalls")
@@ -198,7 +198,7 @@ async def test_stalled_blobstore_fails_all_downloads_after_one_timeout(
     may be hundreds.
     """
     monkeypatch.setattr(installs, "PATIENCE_S", 0.0)
-    good = kept(paths, tgz({"a": b"a"}))
+    good = store_local_blob(paths, tgz({"a": b"a"}))
     targets = [package(paths, "first", good), package(paths, "missing", BlobRef("missing", digest="00"))]
     targets += [package(paths, f"p{number}", BlobRef(f"missing{number}", digest="00")) for number in range(20)]
 
@@ -219,24 +219,26 @@ async def test_worker_keeps_a_concurrently_installed_bundle_and_replaces_sources
     for place in (paths.data_packages / "p" / "digest", paths.compile / "src"):
         place.mkdir(parents=True)
         (place / "theirs").touch()
-    ours = kept(paths, tgz({"ours": b""}))
+    ours = store_local_blob(paths, tgz({"ours": b""}))
     outcomes = await install(
         paths, package(paths, "p", ours), UnpackTarget("source", "src", str(paths.compile / "src"), ours)
     )
 
     assert [outcome.error for outcome in outcomes] == ["", ""]
-    assert list(tree(paths.data_packages)) == ["p/digest/theirs"]
-    assert list(tree(paths.compile)) == ["src/ours"]
-    assert left_half_made(paths) == []
+    assert list(files_under(paths.data_packages)) == ["p/digest/theirs"]
+    assert list(files_under(paths.compile)) == ["src/ours"]
+    assert leftovers(paths) == []
 
 
 @pytest.mark.attack("a job replaces a blob in its local blobstore with a link")
 @pytest.mark.parametrize("planted", ["lease", "link"])
-async def test_file_lease_held_by_a_job_does_not_block_an_install(paths: Paths, tmp_path: Path, planted: str) -> None:
-    """If a job holds a lease (fcntl) on a blob, opening the blob would block for up to 45 s, so the worker refuses the
+async def test_local_blob_that_is_leased_or_a_link_is_refused_without_blocking(
+    paths: Paths, tmp_path: Path, planted: str
+) -> None:
+    """If a job holds a lease (fcntl) on a blob, opening the blob would block for up to 45 s, so the worker rejects the
     blob.
     """
-    source, store = kept(paths, tgz({"file": b"content"})), tmp_path / "store"
+    source, store = store_local_blob(paths, tgz({"file": b"content"})), tmp_path / "store"
     store.mkdir()
     (paths.blobs / source.blob_id).rename(store / (source.blob_id if planted == "lease" else "other"))
     if planted == "link":
@@ -297,7 +299,7 @@ async def test_failed_worker_action_reports_the_error_and_leaves_no_files(
     assert [path for path in paths.base.rglob("*") if path.is_file()] == []
 
 
-async def test_worker_packs_and_uploads_logs(
+async def test_cancelled_log_upload_is_counted_as_failed_and_can_be_repeated(
     paths: Paths, tmp_path: Path, server: BlobServer, started: list[process.Process]
 ) -> None:
     (tmp_path / "logs").mkdir()
@@ -328,7 +330,7 @@ async def test_worker_error_names_a_full_disk_and_its_free_space(paths: Paths, t
     path = paths.tmp / "new"
     request: Request = Pack([Tree(str(tmp_path / "logs"))], str(path))
     if what == "file":
-        request = Get(str(paths.base), DUMMY, kept(paths, data), str(path))
+        request = Get(str(paths.base), DUMMY, store_local_blob(paths, data), str(path))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
@@ -343,7 +345,9 @@ async def test_worker_error_names_a_full_disk_and_its_free_space(paths: Paths, t
 # --- termination ------------------------------------------------------------------------------------------------------
 
 
-async def begun(paths: Paths, server: BlobServer, started: list[process.Process]) -> asyncio.Task[list[Outcome]]:
+async def start_stalled_install(
+    paths: Paths, server: BlobServer, started: list[process.Process]
+) -> asyncio.Task[list[Outcome]]:
     """Start installing two packages whose downloads both stall. Return the task."""
     data = tgz({"a": os.urandom(100_000)})
     server.blobs = {"/one": data, "/two": data}
@@ -364,22 +368,24 @@ async def test_worker_terminated_while_unpacking_removes_its_files(
     """Unpacking runs in a thread, which cannot be cancelled. The thread stops because the file that it reads is
     closed.
     """
-    source = kept(paths, tgz({f"f{number}": os.urandom(2000) for number in range(5000)}, compress=bytes))
+    source = store_local_blob(paths, tgz({f"f{number}": os.urandom(2000) for number in range(5000)}, compress=bytes))
     task = asyncio.create_task(install(paths, package(paths, "p", source)))
-    await until(lambda: left_half_made(paths))
+    await until(lambda: leftovers(paths))
     started[0].send(signal.SIGTERM)
     with contextlib.suppress(ActionError):
         await task
 
-    assert left_half_made(paths) == []
-    assert len(tree(paths.data_packages)) in (0, 5000)
+    assert leftovers(paths) == []
+    assert len(files_under(paths.data_packages)) in (0, 5000)
 
 
-@pytest.mark.attack("a worker sends a wrong answer, or dies at any moment")
+@pytest.mark.attack("a worker gets an invalid request, sends an invalid response, or is killed")
 async def test_worker_killed_at_any_moment_leaves_no_partial_bundle(
     paths: Paths, started: list[process.Process]
 ) -> None:
-    sources = [kept(paths, tgz({f"f{n}": os.urandom(3000) for n in range(150)}, compress=bytes)) for _ in range(3)]
+    sources = [
+        store_local_blob(paths, tgz({f"f{n}": os.urandom(3000) for n in range(150)}, compress=bytes)) for _ in range(3)
+    ]
     chance = random.Random(7)
     for _ in range(12):
         task = asyncio.create_task(install(paths, *(package(paths, f"p{n}", ref) for n, ref in enumerate(sources))))
@@ -389,7 +395,7 @@ async def test_worker_killed_at_any_moment_leaves_no_partial_bundle(
         with contextlib.suppress(ActionError):
             await task
         for bundle in paths.data_packages.glob("*/digest"):
-            assert len(tree(bundle)) == 150
+            assert len(files_under(bundle)) == 150
             files.remove_tree(bundle)
 
     outcomes = await install(paths, *(package(paths, f"p{n}", ref) for n, ref in enumerate(sources)))
@@ -409,10 +415,10 @@ async def test_killed_worker_leaves_no_partial_archive(
     with pytest.raises(ActionError, match="the worker was killed by SIGKILL"):
         await packing
 
-    assert left_half_made(paths) == []
+    assert leftovers(paths) == []
 
 
-async def test_files_left_by_a_killed_workers_blobstore_command_are_removed(
+async def test_files_left_by_the_blobstore_command_of_a_killed_worker_are_removed(
     paths: Paths, started: list[process.Process]
 ) -> None:
     paths.bosh_bin.mkdir(parents=True)
@@ -431,7 +437,7 @@ async def test_files_left_by_a_killed_workers_blobstore_command_are_removed(
     finally:
         os.kill(pid, signal.SIGKILL)
 
-    assert left_half_made(paths) == [others]
+    assert leftovers(paths) == [others]
 
 
 async def test_worker_exits_when_its_parent_exits(paths: Paths, server: BlobServer, tmp_path: Path) -> None:
@@ -469,7 +475,7 @@ class Guess(msgspec.Struct, tag=True):
     password: str
 
 
-@pytest.mark.attack("a worker sends a wrong answer, or dies at any moment")
+@pytest.mark.attack("a worker gets an invalid request, sends an invalid response, or is killed")
 async def test_invalid_worker_request_is_reported_without_its_text() -> None:
     """The exception's message could quote a secret from the request."""
     with pytest.raises(ActionError) as caught:
@@ -488,7 +494,7 @@ async def test_invalid_worker_request_is_reported_without_its_text() -> None:
 async def test_worker_has_no_secrets_in_arguments_environment_or_files(
     paths: Paths, server: BlobServer, started: list[process.Process]
 ) -> None:
-    task = await begun(paths, server, started)
+    task = await start_stalled_install(paths, server, started)
     seen = Path(f"/proc/{started[0].pid}")
     told = [(seen / name).read_bytes() for name in ("cmdline", "environ")]
     written = [path.read_bytes() for path in paths.base.rglob("*") if path.is_file()]
@@ -499,7 +505,7 @@ async def test_worker_has_no_secrets_in_arguments_environment_or_files(
         await task
 
     assert not started[0].is_alive
-    assert left_half_made(paths) == []
+    assert leftovers(paths) == []
     assert not any(CANARY.encode() in text for text in told + written)
     assert re.search(r"Max core file size +1 +1 ", limits)
     assert score == "500\n"

@@ -1,4 +1,4 @@
-"""The pool of worker processes: when a worker is reused, and what happens if a worker cannot start or dies."""
+"""Tests the pool of worker processes: when a worker is reused, and what happens if a worker cannot start or dies."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_worker_that_cannot_be_started_fails_the_action(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("room", [0, 1, 2, 3, 4])
-async def test_worker_start_without_free_descriptors_fails_the_action_and_leaks_none(room: int) -> None:
+async def test_worker_start_without_free_descriptors_fails_the_action_and_leaks_no_descriptor(room: int) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = [os.open("/dev/null", os.O_RDONLY)]
     highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
@@ -136,7 +136,7 @@ async def test_cancelled_worker_is_killed_and_its_files_are_removed(
 
 
 def test_worker_exits_if_its_parent_died_before_the_parent_death_signal_was_set() -> None:
-    """The worker asks the kernel to send it a signal when its parent dies. By then, the parent may already be dead."""
+    """The worker asks the kernel for a signal when its parent dies, but the parent may be dead before it asks."""
     with pytest.raises(SystemExit) as caught:
         worker.become_worker(1)
 
