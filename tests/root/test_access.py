@@ -89,8 +89,8 @@ async def test_keys_and_passwords_from_the_settings_are_installed(fleet: Fleet, 
     assert shadow(other)["root"] != hashed
 
 
-async def test_image_password_is_removed_unless_the_settings_have_one(tmp_path: Path) -> None:
-    """vcap's password is public in every stemcell."""
+async def test_image_password_is_removed_if_the_settings_contain_none(tmp_path: Path) -> None:
+    """The password that stemcells set for vcap is publicly known."""
     async with pods(tmp_path) as pod:
         pod.start_container()
         pod.machine.run("echo 'vcap:$6$salt$known' | chpasswd -e")

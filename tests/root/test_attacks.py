@@ -105,16 +105,14 @@ def liar(start: str) -> dict[str, str]:
     return jobs.process(Paths(), "liar", start, stop=start, within="with timeout 1 seconds")
 
 
-def number_of(pod: PodInstance, pattern: str) -> int:
-    """Return the pid that the process has in the container's PID namespace."""
+def pid_in_container(pod: PodInstance, pattern: str) -> int:
+    """Return the pid, in the container's PID namespace, of the oldest process that matches ``pattern``."""
     return int(pod.machine.run(f"pgrep -o -f '{pattern}'"))
 
 
 @pytest.mark.attack("a job writes the pid of a root process or of another job's process into its pidfile")
 @pytest.mark.parametrize("victim", ["the agent", "process 1", "another job"])
-async def test_processes_of_another_job_or_the_agent_named_in_a_pidfile_are_not_signalled(
-    pod: PodInstance, victim: str
-) -> None:
+async def test_agent_does_not_signal_other_processes_named_in_a_jobs_pidfile(pod: PodInstance, victim: str) -> None:
     """The job must not be reported as running either. The exception is PID 1: as in monit, a job whose pidfile names
     PID 1 is reported as running without a process.
     """
@@ -122,7 +120,7 @@ async def test_processes_of_another_job_or_the_agent_named_in_a_pidfile_are_not_
     files_of = {"web": jobs.sleeper(Paths(), "web"), "liar": liar(NAMES_ANOTHER)}
     only_web = {"web": files_of["web"]}
     await pod.deploy(only_web)
-    agent, web = number_of(pod, "agent_shim.cli run"), int((pod.vcap / "data/sys/run/web/web.pid").read_text())
+    agent, web = pid_in_container(pod, "agent_shim.cli run"), int((pod.vcap / "data/sys/run/web/web.pid").read_text())
     number = {"the agent": agent, "process 1": 1, "another job": web}[victim]
     (pod.vcap / "data/victim").write_text(f"{number}\n")
     await pod.apply(files_of, version="2")
@@ -133,7 +131,7 @@ async def test_processes_of_another_job_or_the_agent_named_in_a_pidfile_are_not_
     assert (states["liar"] == "running") is (number == 1)
     pod.machine.run(f"{sys.executable} -m agent_shim.cli stop liar --wait")
 
-    assert number_of(pod, "agent_shim.cli run") == agent
+    assert pid_in_container(pod, "agent_shim.cli run") == agent
     assert int((pod.vcap / "data/sys/run/web/web.pid").read_text()) == web
     pod.machine.run(f"kill -0 {web} 1")
 
@@ -179,7 +177,7 @@ async def test_script_fails_if_its_log_path_is_not_a_regular_file(pod: PodInstan
 
 
 @pytest.mark.attack("a job replaces its error log with a link to the settings or with a FIFO")
-async def test_error_log_replaced_by_a_job_neither_blocks_nor_leaks(pod: PodInstance) -> None:
+async def test_error_log_replaced_by_a_job_neither_blocks_the_agent_nor_leaks_secrets(pod: PodInstance) -> None:
     """The agent reports the last line of each error log. Neither ``status`` nor the alert may contain a line from the
     settings.
     """
@@ -222,7 +220,7 @@ async def test_error_log_replaced_by_a_job_neither_blocks_nor_leaks(pod: PodInst
 @pytest.mark.attack("a job occupies the run directory that bpm, the agent or a later job will use")
 @pytest.mark.parametrize("planted", ["link", "file", "directory in the place of the pidfile"])
 async def test_object_planted_at_the_bpm_pidfile_directory_is_replaced(pod: PodInstance, planted: str) -> None:
-    """Every user may write to ``/var/vcap/sys/run``, so a job can create something at this path."""
+    """Every user may write to ``/var/vcap/sys/run``, so a job can create ``bpm`` there before the agent does."""
     await pod.start()
     how = {
         "link": "ln -s /var/vcap/data/elsewhere /var/vcap/sys/run/bpm",
@@ -266,7 +264,7 @@ async def test_pidfile_planted_in_the_bpm_directory_is_ignored(pod: PodInstance)
 
 @pytest.mark.attack("a job occupies the run directory that bpm, the agent or a later job will use")
 async def test_object_planted_at_a_later_jobs_run_directory_is_moved_away(pod: PodInstance) -> None:
-    """If a link stayed there, the later job's start script would write its pidfile through the link as root."""
+    """If a link remained there, the later job's start script would write its pidfile through the link as root."""
     planted = {"link": "ln -s /var/vcap/data/elsewhere", "file": "touch", "pipe": "mkfifo"}
     await pod.start()
     pod.machine.run("mkdir -m 755 /var/vcap/data/elsewhere")
@@ -284,9 +282,7 @@ async def test_object_planted_at_a_later_jobs_run_directory_is_moved_away(pod: P
 
 @pytest.mark.attack("a job occupies the run directory that bpm, the agent or a later job will use")
 @pytest.mark.parametrize("planted", ["ln -s /var/vcap/data/elsewhere", "touch", "mkdir -p"])
-async def test_object_planted_at_the_agents_run_directory_does_not_prevent_the_agents_start(
-    pod: PodInstance, planted: str
-) -> None:
+async def test_agent_starts_despite_an_object_planted_at_its_run_directory(pod: PodInstance, planted: str) -> None:
     """The directory does not exist before this agent's first start, so jobs that ran under the Go agent can put
     something else in its place.
     """
@@ -322,7 +318,7 @@ def test_directories_are_not_created_or_chowned_through_links_owned_by_jobs(tmp_
 
 @pytest.mark.attack("a job puts a link into a path in which root creates, opens or chowns files")
 @pytest.mark.parametrize("planted", ["link", "link on the way", "link of root that was moved", "link of root"])
-def test_reads_follow_only_links_that_root_placed(tmp_path: Path, planted: str) -> None:
+def test_guarded_reads_follow_only_links_placed_by_root(tmp_path: Path, planted: str) -> None:
     """A link counts as placed by root if root owns it and only root can write to its directory."""
     secret, theirs = tmp_path / "secret/file", tmp_path / "theirs"
     secret.parent.mkdir()
@@ -342,10 +338,10 @@ def test_reads_follow_only_links_that_root_placed(tmp_path: Path, planted: str) 
         os.lchown(theirs / ("x.pid" if planted == "link" else "way"), VCAP, VCAP)
 
     if planted == "link of root":
-        assert guarded.read(path, 10) == b"secret"
+        assert guarded.head(path, 10) == b"secret"
         return
     with pytest.raises(OSError, match="the path contains a link"):
-        guarded.read(path, 10)
+        guarded.head(path, 10)
     with pytest.raises(OSError, match="the path contains a link"):
         filesystem_usage.usage(path)
     assert process_record.read(path) is None
@@ -479,8 +475,8 @@ async def test_job_cannot_create_sshds_run_directory(pod: PodInstance) -> None:
 @pytest.mark.parametrize("planted", ["set-group-id", "access list"])
 @pytest.mark.parametrize("kind", ["log", "archive"])
 def test_root_logs_in_a_job_directory_are_unreadable_to_the_job(tmp_path: Path, kind: str, planted: str) -> None:
-    """vcap owns the log directory of a bpm job, so the job can set the set-group-id bit or a default ACL on it. The
-    logs of root's scripts in that directory may contain secrets.
+    """vcap owns the log directory of a bpm job, so the job can set the set-group-id bit or a default ACL on that
+    directory. The logs of root's scripts in the directory may contain secrets.
     """
     place = tmp_path / "log"
     place.mkdir(0o750)
@@ -522,7 +518,7 @@ def test_job_cannot_replace_the_marker_on_a_world_writable_disk(tmp_path: Path) 
     assert stat.S_IMODE(volume.stat().st_mode) == 0o755
 
 
-@pytest.mark.attack("a job stops all its user's processes, including the agent's children")
+@pytest.mark.attack("a job suspends all its user's processes, including the agent's children")
 async def test_job_that_stops_all_processes_of_its_user_does_not_block_the_agent(pod: PodInstance) -> None:
     """The job sends SIGSTOP to all of vcap's processes, including children of the agent that have switched to vcap but
     have not started their program yet.

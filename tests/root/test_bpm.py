@@ -1,4 +1,4 @@
-"""Tests what jobs with a bpm.yml can see and do at each isolation level. They run as vcap on their own machine."""
+"""Tests what jobs with a bpm.yml can see and do at each isolation level. The jobs run as vcap on a test machine."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ COMMON_WRITES = {
 
 
 def run(inside: Inside, level: int, body: str) -> Any:
-    """Run ``body`` with a supervisor that uses this isolation level. Return what ``body`` returns."""
+    """Run ``body`` with a supervisor that uses isolation level ``level``. Return what ``body`` returns."""
     indented = "\n".join(f"        {line}" for line in body.strip().splitlines())
     text = SETUP.replace("BODY", f"{indented}")
     environment = [f"LEVEL={level}", f"LOOK={LOOK}", f"BPM_YML={BPM_YML}"]
@@ -439,8 +439,8 @@ def test_bpm_masks_kernel_paths(look: Callable[[int], Any]) -> None:
 @pytest.mark.attack("a bpm process affects other processes, mounts file systems or gains rights outside its sandbox")
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_job_cannot_escape_its_isolation(look: Callable[[int], Any], level: int) -> None:
-    """Level 3 has no such isolation. There, the same job does signal other processes, which shows that its attempts are
-    real.
+    """At level 3, which has no such isolation, the same job must be able to signal other processes. Otherwise, this
+    test would prove nothing.
     """
     assert look(level)["web"]["does"] == []
     assert "signal" in look(3)["web"]["does"]
@@ -476,7 +476,7 @@ sandbox.isolation = lambda: isolation(memory=False, processes=False)
 def test_bpm_process_above_its_memory_limit_is_killed_and_reported(
     inside: Inside, level: int, has_cgroups: bool
 ) -> None:
-    """Without a cgroup, the agent's watchdog kills the process instead of the kernel."""
+    """Without a cgroup, the process is killed by the agent's watchdog instead of the kernel."""
     body = ("" if has_cgroups else WITHOUT_CGROUPS) + OUT_OF_MEMORY
     found = run(inside, level, body)
     service, description, is_other_alive, has_limit, end = found
@@ -484,7 +484,7 @@ def test_bpm_process_above_its_memory_limit_is_killed_and_reported(
     if has_cgroups and not has_limit:
         pytest.skip("no cgroup can be made here")
     assert (service, is_other_alive) == ("hungry", True)
-    assert end == ["SIGKILL, out of memory", 0], "each of its ends is one for want of memory"
+    assert end == ["SIGKILL, out of memory", 0], "it must be killed only for exceeding its memory limit"
     said = re.fullmatch(
         r"out of memory: process hungry of job web used ([0-9.]+) MiB, its limit is 64.0 MiB: it was killed",
         description,

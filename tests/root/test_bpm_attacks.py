@@ -116,7 +116,7 @@ def test_bpm_volume_that_is_a_root_link_in_a_job_directory_is_refused(inside: In
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_bpm_volume_that_is_a_link_placed_by_root_is_followed(inside: Inside, level: int) -> None:
-    """Operators and pre-start scripts create such links."""
+    """Operators and pre-start scripts may replace a volume's directory with a link."""
     said, reason, _ = run(inside, level, planted("/var/vcap/data/volume", 0))
 
     assert (said, reason) == ("secret", "")
@@ -167,8 +167,8 @@ return [log("web"), (paths.sys / "log/web/NAME").stat().st_uid]
 @pytest.mark.parametrize("name", ["bpm.log", "web.stderr.log"])
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_root_log_moved_to_a_bpm_log_path_is_not_given_to_the_job(inside: Inside, level: int, name: str) -> None:
-    """The job moves a log of root's post-start script to the path of its own log, because the agent makes vcap the
-    owner of the file at that path.
+    """The agent makes vcap the owner of a bpm job's own logs. The job therefore moves a log of the post-start script,
+    which runs as root, to the path of one of these logs.
     """
     said, owner = run(inside, level, MOVING.replace("NAME", name))
 
@@ -220,7 +220,9 @@ return log("web").splitlines()
 
 @pytest.mark.attack("a bpm process gains capabilities, or keeps the agent's groups or descriptors")
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_bpm_process_inherits_no_descriptor_from_the_agent(inside: Inside, level: int) -> None:
+def test_bpm_process_inherits_no_descriptors_and_reaches_other_jobs_files_only_above_level_1(
+    inside: Inside, level: int
+) -> None:
     """Other jobs' files and sockets are hidden only at level 1, because Landlock cannot prevent a job from changing
     modes or connecting to sockets.
     """

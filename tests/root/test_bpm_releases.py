@@ -1,9 +1,9 @@
 """Tests jobs modelled on real releases (bosh-dns, haproxy and nginx), run with the real programs at each isolation
 level.
 
-Besides their bpm.yml, these jobs rely on the following: they can list the names of all jobs, the actual program is a
-child of the process in the pidfile, daemons that fork remain descendants of that process, and a drain script can kill
-them by pid.
+These jobs rely on more than their bpm.yml. They list the names of all jobs, and their drain scripts kill daemons by
+pid. The actual program must be a child of the process in the pidfile, and daemons that fork must remain descendants of
+that process.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ SHORT = sorted(case.id for case in CASES.values() if not case.is_long)
 
 @pytest.mark.parametrize("case", SHORT)
 def test_chaos_case_keeps_all_invariants(case: str, tmp_path: Path) -> None:
-    """Each case runs in its own PID namespace, so that a misdirected signal cannot reach the host."""
+    """Each case runs in its own PID namespace so that a misdirected signal cannot reach the host."""
     into = tmp_path / "rows"
     argv = [sys.executable, "-m", "tests.chaos", case, "--into", str(into)]
     said = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False).stdout
@@ -35,7 +35,7 @@ def test_chaos_case_keeps_all_invariants(case: str, tmp_path: Path) -> None:
     assert row.verdict == "held", f"{row.figures}\n{said[-3000:]}"
 
 
-def test_chaos_kill_is_reported_even_if_the_work_finished_first(tmp_path: Path) -> None:
+def test_chaos_kill_is_reported_even_if_the_victim_finished_first(tmp_path: Path) -> None:
     """The victim can finish its work between the kill and the tracer's report. If the report were then lost, the
     case would wait for a reply from a dead agent.
     """
@@ -45,7 +45,7 @@ def test_chaos_kill_is_reported_even_if_the_work_finished_first(tmp_path: Path) 
         stand: Any = SimpleNamespace(pid=victim.pid, expected_ends=0, ends=[-9], answers=AsyncMock())
 
         async def work() -> None:
-            """Block the loop until the victim is dead, so that the work ends before the tracer's report is read."""
+            """Block the loop until the victim is dead. The work then ends before the tracer's report is read."""
             victim.communicate(b"\n", timeout=30)
 
         told = asyncio.run(kills.killed(stand, 1, "root", [tmp_path], work))

@@ -1,7 +1,7 @@
-"""Tests the program with which attachment pods mount disks into running VMs, with real mounts.
+"""Tests the program that attachment pods use to mount disks into running VMs. The mounts are real.
 
-Each test has a node, a VM that sees one of the node's directories, and helpers. A helper is a process that runs this
-program, and some tests kill it.
+Each test has a node, a VM that sees one of the node's directories, and helpers. A helper is a process that runs the
+program under test.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class AttachmentNode:
     def detach(self, attachment: subprocess.Popen[str], patience: float = 0.5) -> str:
         """Run a helper that unmounts the disk that ``attachment`` has mounted.
 
-        Return the helper's output, followed by "done" if it reported success, or otherwise by its exit code.
+        Return the helper's output, followed by "done" if the helper reported success, and by its exit code if it did
+        not.
         """
         pid = str(attachment.pid)
         sign = self.place / "done"
@@ -175,7 +176,7 @@ def test_disk_is_attached_to_and_detached_from_a_running_vm(site: AttachmentNode
     out, _ = helper.communicate(timeout=LIMIT_S)
     assert (out, helper.returncode) == ("unmounted\n", 0)
     assert site.mounts() == 0
-    assert site.in_vm(f"ls {site.seen}") == "", "a bare directory would take the data of the next disk"
+    assert site.in_vm(f"ls {site.seen}") == "", "the next disk's data could be written to a plain directory"
     site.attach()
     assert site.in_vm(f"cat {seen}/new") == "new"
 
@@ -198,7 +199,7 @@ def test_attachment_helpers_finish_in_time_with_their_requested_cpu(site: Attach
 
 
 def with_cpu_controller(directories: list[Path]) -> Path:
-    """Return the first of these cgroups that has a CPU controller. Skip the test if none has."""
+    """Return the first cgroup in ``directories`` that has a CPU controller. Skip the test if none has."""
     for directory in directories:
         if any((directory / name).exists() for name in ("cpu.cfs_quota_us", "cpu.max")):
             return directory
@@ -206,7 +207,7 @@ def with_cpu_controller(directories: list[Path]) -> Path:
 
 
 def allow_cpu(directory: Path, request: str) -> None:
-    """Limit a cgroup to the CPU time that a container gets for this CPU request, such as ``50m``."""
+    """Limit a cgroup to the CPU time that a container gets for ``request``, such as ``50m``."""
     quota_us, period_us = int(request.removesuffix("m")) * 1000, 1_000_000
     if (directory / "cpu.max").exists():
         (directory / "cpu.max").write_text(f"{quota_us} {period_us}")
@@ -328,7 +329,7 @@ HIDINGS = {
 def test_disk_kept_mounted_by_the_vms_root_user_is_not_reported_as_unmounted(
     site: AttachmentNode, commands: list[str]
 ) -> None:
-    """The VM has mounted the disk at a second path, where it can still write to it."""
+    """The VM has mounted the disk at a second path, through which it can still write to the disk."""
     attachment = site.attach()
     for command in commands:
         assert "fail" not in site.in_vm(f"{command.format(site)} || echo fail")
@@ -451,8 +452,8 @@ def until_zombie(pid: int) -> None:
 
 
 def test_failed_detach_of_a_bind_mounted_disk_never_hides_its_files(site: AttachmentNode) -> None:
-    """The helper must not unmount the disk and mount it again after a failure, because in between processes in the VM
-    would see an empty directory.
+    """The helper must not unmount the disk and mount it again after a failure, because processes in the VM
+    would see an empty directory in the meantime.
     """
 
     def numbers() -> list[str]:
@@ -480,7 +481,7 @@ def test_renamed_disk_directory_does_not_block_a_detach(site: AttachmentNode) ->
 
 
 def test_empty_directories_of_deleted_vms_are_removed_later(site: AttachmentNode, tmp_path: Path) -> None:
-    """The kubelet creates a directory for each VM that can have disks attached while it runs."""
+    """The kubelet creates a directory for each VM to which disks can be attached while the VM is running."""
     for name in ("gone", "full"):
         subprocess.run(site.on_node("mkdir", "-p", f"{site.place}/bosh/{name}"), check=True)
     subprocess.run(site.on_node("touch", f"{site.place}/bosh/full/file"), check=True)
@@ -530,8 +531,8 @@ print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
 
 @pytest.mark.parametrize("whose", ["neighbour", "vm"])
 def test_attach_helper_needs_little_memory_for_a_large_mount_table(site: AttachmentNode, whose: str) -> None:
-    """An unprivileged process can create very many mounts in a user namespace. If a helper's memory grew with their
-    number, every helper on the node would exceed its memory limit.
+    """An unprivileged process can create a huge number of mounts in a user namespace. If a helper's memory usage grew
+    with their number, every helper on the node would exceed its memory limit.
     """
     site.program = PROGRAM.replace("program.main(sys.argv[4:])", MEASURED)
     subprocess.run(site.on_node("mkdir", f"{site.place}/bosh/gone"), check=True)
@@ -590,7 +591,7 @@ def test_disk_directory_of_a_deleted_vm_is_removed(site: AttachmentNode) -> None
 
 
 def test_disk_is_writable_in_the_vms_user_namespace(tmp_path: Path) -> None:
-    """Without an idmapped mount, root's files would belong to uid 65534 in the VM, and the VM could not write."""
+    """Without an idmapped mount, root's files would belong to uid 65534, and the VM could not write to the disk."""
     site = AttachmentNode(tmp_path, userns=True)
     try:
         helper = site.attach()
@@ -626,7 +627,7 @@ def test_disk_is_not_mounted_with_the_ids_of_a_jobs_user_namespace(site: Attachm
     in the VM.
     """
     job = site.in_user_namespace()
-    # The two processes must have different start times, which are measured in clock ticks.
+    # Start times are only as precise as a clock tick, so try again until the two processes have different ones.
     while attachment_program.start_of(job) == attachment_program.start_of(site.vm.pid):
         job = site.in_user_namespace()
     site.pids.insert(0, job)
@@ -637,7 +638,7 @@ def test_disk_is_not_mounted_with_the_ids_of_a_jobs_user_namespace(site: Attachm
 
 
 def test_init_in_a_jobs_pid_namespace_is_not_mistaken_for_the_containers_pid_1() -> None:
-    """On a reboot, only the container's PID 1 must get signals, so that the agent can stop the jobs in order."""
+    """On a reboot, only the container's PID 1 must get signals so that the agent can stop the jobs in order."""
     nested = "unshare --pid --fork --kill-child sleep 999 & exec sleep 999"
     container = subprocess.Popen(["unshare", "--pid", "--fork", "--kill-child", "sh", "-c", nested])
     try:

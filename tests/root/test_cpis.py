@@ -51,10 +51,10 @@ class CpiInstance:
 
     @property
     def jobs_reach_disks(self) -> bool:
-        """Return True if jobs can enter the store. They cannot if the store is a link into a directory that denies them
-        access.
+        """Return True if jobs can enter the store.
 
-        SAP's CPI attaches disks in such a directory, so this happens under that CPI if the container may not mount.
+        SAP's CPI attaches disks in a directory that jobs cannot enter. If the container is not allowed to mount file
+        systems, the store is only a link into that directory, so jobs cannot reach the disk.
         """
         return not (self.pod.prefix and self.cpi.place.startswith(cpis.BOSH))
 
@@ -77,7 +77,7 @@ class CpiInstance:
         if self.cpi.attaches == "live":
             self.pod.deliver()
         else:
-            await self.remake(loses_data=self.cpi.attaches == "by recreation")
+            await self.recreate_container(loses_data=self.cpi.attaches == "by recreation")
 
     async def detach(self, cid: str) -> None:
         self.pod.disks.remove(cid)
@@ -85,9 +85,9 @@ class CpiInstance:
             self.pod.machine.run(f"umount {self.cpi.disk(cid)}")
             self.pod.deliver()
         else:
-            await self.remake(loses_data=self.cpi.attaches == "by recreation")
+            await self.recreate_container(loses_data=self.cpi.attaches == "by recreation")
 
-    async def remake(self, *, loses_data: bool) -> None:
+    async def recreate_container(self, *, loses_data: bool) -> None:
         """Kill the container and start another one with the files that the CPI preserves."""
         pod = self.pod
         saved = {path: raw for path in self.cpi.saves if (raw := _content(pod.machine.root / path.lstrip("/")))}
@@ -100,15 +100,15 @@ class CpiInstance:
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(raw)
 
-    async def happens(self) -> None:
-        """Cause an event that nobody requested: a killed agent, a restarted container or a lost node, depending on the
-        CPI.
+    async def disrupt(self) -> None:
+        """Cause an unplanned disruption. Depending on the CPI, the agent is killed, the container is restarted, or the
+        node is lost.
         """
         if self.cpi.attaches == "live":
             self.pod.end_agent(signal.SIGKILL)
             await self.pod.start_agent()
         else:
-            await self.remake(loses_data=self.cpi.loses_data_unasked)
+            await self.recreate_container(loses_data=self.cpi.loses_data_unasked)
 
     # --- the Director -------------------------------------------------------------------------------------------------
 
@@ -137,16 +137,16 @@ class CpiInstance:
         await self.pod.run("remove_persistent_disk", cid)
         await self.detach(cid)
 
-    async def holds(self, *listed: str) -> None:
-        """Check that exactly these disks are mounted, then cause an unrequested event (``happens``) and check again.
+    async def check_disks(self, *listed: str) -> None:
+        """Check that exactly the disks in ``listed`` are mounted, before and after an unplanned disruption.
 
         The first disk must be on the store and have the expected content.
         """
-        await self._holds(*listed)
-        await self.happens()
-        await self._holds(*listed)
+        await self._check_disks(*listed)
+        await self.disrupt()
+        await self._check_disks(*listed)
 
-    async def _holds(self, *listed: str) -> None:
+    async def _check_disks(self, *listed: str) -> None:
         assert await self.pod.run("list_disk") == list(listed)
         places = ["/var/vcap/store", "/var/vcap/store_migration_target"]
         for place, cid in zip(places, listed, strict=False):
@@ -175,7 +175,9 @@ async def site(scratch: Path, cpi: CpiTraits, prefix: tuple[str, ...]) -> AsyncI
 
 
 async def write_to_store(one: CpiInstance, cid: str, *, as_root: bool) -> None:
-    """Write files with all kinds of attributes that a copy must preserve. Check that vcap can write as well."""
+    """Write files with every kind of attribute that a copy must preserve. Also check that vcap can write to the store
+    but cannot read the settings.
+    """
     run = one.pod.machine.run
     run("mkdir /var/vcap/store/of-vcap; chown vcap:vcap /var/vcap/store/of-vcap")
     if one.jobs_reach_disks:
@@ -195,14 +197,14 @@ async def test_disk_and_its_content_move_to_a_recreated_vm(
         await one.create_vm("first")
         await one.attach_and_mount("disk-1")
         await write_to_store(one, "disk-1", as_root=not prefix)
-        await one.holds("disk-1")
-        assert await one.pod.run("mount_disk", "disk-1") == {}, "it is there already"
+        await one.check_disks("disk-1")
+        assert await one.pod.run("mount_disk", "disk-1") == {}, "the disk is already mounted"
 
         await one.unmount_and_detach("disk-1")
-        await one.holds()
+        await one.check_disks()
         await one.create_vm("second")
         await one.attach_and_mount("disk-1")
-        await one.holds("disk-1")
+        await one.check_disks("disk-1")
 
 
 @EACH_WAY
@@ -216,15 +218,17 @@ async def test_disk_resize_survives_container_recreation_between_its_steps(
         await write_to_store(one, "disk-1", as_root=not prefix)
 
         await one.attach_and_mount("disk-2")
-        await one.holds("disk-1", "disk-2")
+        await one.check_disks("disk-1", "disk-2")
         arguments = ("disk-1", "disk-2") if cpi.names_disks_to_migrate else ()
         assert await one.pod.run("migrate_disk", *arguments) == {}
-        await one.holds("disk-2")
-        assert await one.pod.run("migrate_disk", *arguments) == {}, "it is done already"
+        await one.check_disks("disk-2")
+        assert await one.pod.run("migrate_disk", *arguments) == {}, "the disk is already migrated"
         await one.unmount_and_detach("disk-1")
-        await one.holds("disk-2")
+        await one.check_disks("disk-2")
 
-        assert fingerprint(one.pod.volume("disk-1")) == one.content, "what was copied is whole until it is deleted"
+        assert fingerprint(one.pod.volume("disk-1")) == one.content, (
+            "the old disk must stay complete until it is deleted"
+        )
         assert markers.read(one.pod.volume("disk-1")) == Marker("disk-1", "")
 
 
@@ -241,32 +245,32 @@ async def test_disk_migration_continues_after_the_container_was_killed(tmp_path:
         migrating = asyncio.create_task(one.pod.run("migrate_disk", "disk-1", "disk-2"))
         await one.pod.stop_copying("disk-2")
         migrating.cancel()
-        await one.remake(loses_data=True)
+        await one.recreate_container(loses_data=True)
 
-        await one.holds("disk-1", "disk-2")
+        await one.check_disks("disk-1", "disk-2")
         await one.pod.run("migrate_disk", "disk-1", "disk-2")
-        await one.holds("disk-2")
+        await one.check_disks("disk-2")
 
 
 @EACH_WAY
 async def test_volume_mounted_on_the_store_by_a_manifest_is_used(tmp_path: Path, prefix: tuple[str, ...]) -> None:
-    """The disk belongs to a StatefulSet, so no CPI attaches it. After the Director has unmounted it, the agent must not
-    mount it again.
+    """The disk belongs to a StatefulSet, so no CPI attaches it. After the Director has unmounted the disk, the agent
+    must not mount it again.
     """
     async with site(tmp_path, cpis.STATEFUL_SET, prefix) as one:
         one.pod.attach("disk-1")
         await one.create_vm("first")
-        assert await one.pod.run("list_disk") == [], "the Director has not had it mounted yet"
+        assert await one.pod.run("list_disk") == [], "the Director has not requested the mount yet"
         await one.pod.run("mount_disk", "disk-1")
         await write_to_store(one, "disk-1", as_root=not prefix)
 
         for loses_data in (False, True):
-            await one.remake(loses_data=loses_data)
+            await one.recreate_container(loses_data=loses_data)
             assert await one.pod.run("list_disk") == ["disk-1"]
             one.pod.machine.run("test -e /var/vcap/store/files/twin")
         await one.pod.run("unmount_disk", "disk-1")
-        await one.remake(loses_data=False)
-        assert await one.pod.run("list_disk") == [], "it stays down, wherever it is mounted"
+        await one.recreate_container(loses_data=False)
+        assert await one.pod.run("list_disk") == [], "the Director has unmounted the disk"
         await one.pod.run("mount_disk", "disk-1")
         assert await one.pod.run("list_disk") == ["disk-1"]
         assert fingerprint(one.pod.volume("disk-1")) == one.content

@@ -1,5 +1,4 @@
-"""Tests the requests that ``bosh create-env`` and ``delete-env`` send for a VM with a disk, to an agent that runs as
-root.
+"""Tests ``bosh create-env`` and ``delete-env`` for a VM with a disk and an agent that runs as root.
 
 ``integration/test_create_env.py`` tests jobs and packages. The requests are in the same order as the bosh CLI's
 (``deployment/disk/manager.go``, ``deployment/vm/vm.go``).

@@ -24,8 +24,8 @@ MONIT = f"{sys.executable} -m agent_shim.cli.monit"
 
 
 async def with_disks(pod: PodInstance, *cids: str) -> None:
-    """Start a container and mount these disks one after the other. The first disk gets a file that contains the disk's
-    name.
+    """Start a container and mount the disks ``cids`` one after the other. Write the first disk's name to a file on that
+    disk.
     """
     for cid in cids:
         pod.attach(cid)
@@ -174,7 +174,7 @@ esac
 
 
 async def summary(pod: PodInstance, words: str) -> None:
-    """Wait until ``monit summary`` shows these words for the job."""
+    """Wait until ``monit summary`` shows ``words`` as the status of the job."""
     await until(lambda: pod.machine.run(f"{MONIT} summary | grep web").split("'web'")[1].strip() == words)
 
 

@@ -76,7 +76,7 @@ async def test_migration_progress_is_shown_in_status_and_metrics(pod: PodInstanc
 
 
 @pytest.mark.parametrize("prefix", [(), ("setpriv", "--bounding-set=-all", "--")], ids=["by mount", "by link"])
-async def test_vitals_include_the_persistent_disk_while_it_is_mounted(
+async def test_vitals_include_the_persistent_disk_only_while_it_is_mounted(
     pod: PodInstance, prefix: tuple[str, ...]
 ) -> None:
     pod.prefix = prefix
@@ -164,8 +164,8 @@ async def test_disk_marker_forged_by_vcap_is_ignored(pod: PodInstance) -> None:
     ],
 )
 async def test_wrong_disk_marker_prevents_jobs_from_starting(pod: PodInstance, wrong: Marker, reason: str) -> None:
-    """A job that runs as root can forge any marker. If the agent started jobs without the disk, they would write to the
-    container's own file system.
+    """If the agent started jobs without the disk, they would write to the container's own file system. Markers can be
+    wrong because a job that runs as root can change them.
     """
     await with_a_job_on_its_disk(pod)
     markers.write(pod.volume("disk-1"), wrong)
@@ -181,8 +181,8 @@ async def test_wrong_disk_marker_prevents_jobs_from_starting(pod: PodInstance, w
 
 @pytest.mark.attack("a request refers to a directory that is not a disk")
 async def test_container_directory_is_not_accepted_as_a_disk(pod: PodInstance) -> None:
-    """If the agent accepted such a path as a disk, the store would contain the machine's own files, and unmounting the
-    disk would kill every job.
+    """If the agent accepted a directory of the container as a disk, the store would contain the container's own files,
+    and unmounting the disk would kill every job.
     """
     await pod.start()
     for place in ["/", "/run", "/dev", "/proc", "/sys/fs", "/tmp", "/var/vcap", "/var/vcap/data"]:

@@ -95,8 +95,8 @@ def test_disk_copy_keeps_what_the_target_can_store_and_reports_the_rest(
 
 @alone
 def test_disk_copy_reports_an_attribute_too_large_for_the_target(tmp_path: Path) -> None:
-    """On ext4, all extended attributes of a file share one block. If they do not fit, the error is the same as for a
-    full disk, but the copy must not fail because of it.
+    """On ext4, all extended attributes of a file share one block. If the attributes do not fit, the error is the same
+    as for a full disk, but it must not make the copy fail.
     """
     source = mount_tmpfs(tmp_path / "source")
     (source / "file").write_text("x")

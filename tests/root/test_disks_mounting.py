@@ -131,7 +131,7 @@ async def test_disk_resize_with_mounts_keeps_all_files(
             # Warden, the disk is attached while the agent runs, and only the disk hint names it.
             instance.persistent["b"] = str(instance.volume("b"))
 
-    # Some overlays do not support attributes that only root can set.
+    # Some overlay file systems do not support attributes that only root can set.
     await resize(instance, happens, as_root=make is not overlay)
 
 
@@ -171,11 +171,12 @@ async def test_disk_resize_works_as_an_ordinary_user(tmp_path: Path) -> None:
 
 def test_new_volume_gets_the_same_mode_as_a_new_file_system(tmp_path: Path) -> None:
     """The provisioner may have created the volume with a mode that denies access to the jobs' users. The agent
-    changes the mode only once, so that a job can restrict it later.
+    changes the mode only once so that a job can restrict it later.
     """
     volume = tmp_path / "volume"
     volume.mkdir(mode=0o750)
-    (volume / markers.DIRECTORY).mkdir(mode=0o700)  # Taking the lease has created the directory.
+    # The directory exists already when the agent does this, because acquiring the lease creates it.
+    (volume / markers.DIRECTORY).mkdir(mode=0o700)
     markers.write(volume, Marker("a"))
     assert stat.S_IMODE(volume.stat().st_mode) == 0o755
 
@@ -197,7 +198,7 @@ async def test_plain_directory_is_not_accepted_as_a_volume(instance: InstanceWit
         await instance.disks.mount("a")
 
 
-def of_the_node(scratch: Path, *, bind: bool) -> tuple[InstanceWithVolumes, Path]:
+def with_node_directory(scratch: Path, *, bind: bool) -> tuple[InstanceWithVolumes, Path]:
     """Return an instance, and the node's directory on which a CPI will mount disk ``a``.
 
     Until the CPI has finished attaching the disk live, the instance sees this directory instead of the disk.
@@ -216,7 +217,7 @@ async def test_plain_directory_below_a_mount_is_not_accepted_as_a_volume(tmp_pat
     """While a CPI attaches a disk to a running VM, the instance sees the plain directory between mkdir and mount. Files
     written to it would stay on the node.
     """
-    instance, on_node = of_the_node(tmp_path, bind=bind)
+    instance, on_node = with_node_directory(tmp_path, bind=bind)
 
     with pytest.raises(ActionError, match=f"nothing is mounted at {on_node}"):
         await instance.disks.mount("a")
@@ -236,10 +237,10 @@ async def test_plain_directory_below_a_mount_is_not_accepted_as_a_volume(tmp_pat
 @pytest.mark.parametrize("bind", [True, False])
 @alone
 async def test_disk_whose_mount_disappeared_is_reported_as_missing(tmp_path: Path, bind: bool) -> None:
-    """When the mount disappears, the node's directory below it becomes visible. No job must be started while the store
-    shows that directory.
+    """When the mount disappears, the node's directory underneath becomes visible. Jobs must not be started while the
+    store shows that directory.
     """
-    instance, on_node = of_the_node(tmp_path, bind=bind)
+    instance, on_node = with_node_directory(tmp_path, bind=bind)
     mount_tmpfs(on_node)
     await instance.disks.mount("a")
     if bind:
@@ -254,7 +255,7 @@ async def test_disk_whose_mount_disappeared_is_reported_as_missing(tmp_path: Pat
 
 @alone
 async def test_disk_links_point_only_to_mounted_directories(tmp_path: Path) -> None:
-    instance, on_node = of_the_node(tmp_path, bind=True)
+    instance, on_node = with_node_directory(tmp_path, bind=True)
     instance.paths.dynamic_disks.mkdir()
     wanted = [DiskAssociation(cid="a", name="data")]
 
@@ -270,7 +271,7 @@ async def test_disk_links_point_only_to_mounted_directories(tmp_path: Path) -> N
     assert (instance.paths.instance_disks / "data").readlink() == on_node
     assert instance.disks.dynamic_places() == {"a": on_node}
     mounts.unmount(on_node)
-    assert instance.disks.dynamic_places() == {}, "its figures would be those of the directory below"
+    assert instance.disks.dynamic_places() == {}, "the reported usage would be that of the directory below"
 
 
 @by("mounts")
@@ -327,9 +328,7 @@ def mounted_on(place: Path) -> int:
 
 
 def manifest(instance: InstanceWithVolumes) -> None:
-    """Mount the disk on the store before the agent starts, as a kubelet does for a StatefulSet, and set the disk's hint
-    to that path.
-    """
+    """Mount disk ``a`` on the store, as a kubelet does for a StatefulSet. Use the store's path as the disk's hint."""
     mounts.bind(instance.volume("a"), instance.paths.store)
     instance.persistent["a"] = str(instance.paths.store)
 
@@ -383,14 +382,14 @@ async def test_interrupted_disk_swap_over_a_manifest_mount_is_completed(instance
     assert await instance.disks.list() == ["b"]
     assert await instance.disks.problem() == ""
     assert instance.marker("a") == Marker("a", "")
-    assert mounted_on(instance.paths.store) == 2, "the mount of the manifest is not ours to take away"
+    assert mounted_on(instance.paths.store) == 2, "the agent must not remove the manifest's mount"
 
 
 @pytest.mark.parametrize("read_only", [False, True])
 @alone
-async def test_volume_also_mounted_by_the_manifest_is_reported_as_unmounted(tmp_path: Path, read_only: bool) -> None:
-    """The container may not unmount what the manifest has mounted, so the agent must record in the disk's marker that
-    the Director has unmounted the disk.
+async def test_unmounted_disk_is_not_listed_although_the_manifest_mounts_it(tmp_path: Path, read_only: bool) -> None:
+    """The container is not allowed to unmount what the manifest has mounted. The agent must therefore record in the
+    disk's marker that the Director has unmounted the disk.
     """
     instance = InstanceWithVolumes(tmp_path, bind=False)
     instance.attach("a", mount_tmpfs)
@@ -419,7 +418,7 @@ async def test_volume_also_mounted_by_the_manifest_is_reported_as_unmounted(tmp_
 @pytest.mark.parametrize("seconds", [-(2**40), 2**33])
 @alone
 def test_migration_tolerates_timestamps_that_the_new_disk_cannot_store(tmp_path: Path, seconds: int) -> None:
-    """A job can give a file any time, but ext4 with small inodes can store times only up to 2038."""
+    """A job can set a file's times to any value, but ext4 with small inodes can store times only up to 2038."""
     source = mount_tmpfs(tmp_path / "source")
     target = mount_ext4(tmp_path / "target", tmp_path / "image", 16 << 20, "-I", "128")
     (source / "odd").write_text("text")
@@ -462,7 +461,7 @@ def in_a_process(instance: InstanceWithVolumes, *cids: str) -> int:
     return pid
 
 
-async def what_is_left(instance: InstanceWithVolumes) -> list[str]:
+async def disks_after_restart(instance: InstanceWithVolumes) -> list[str]:
     """Start the next agent, check that it reports no problem, and return the disks that it has mounted."""
     instance.start_agent()
     await instance.disks.recover()
@@ -495,7 +494,7 @@ def test_agent_killed_during_a_migration_loses_no_file(
     whole = time.monotonic() - begun_at
     killed = 0
     while True:
-        there = asyncio.run(what_is_left(instance))
+        there = asyncio.run(disks_after_restart(instance))
         assert there in ([old, new], [new])
         assert fingerprint(instance.paths.store) == wanted
         if there == [new]:

@@ -262,7 +262,7 @@ def test_loop_device_with_an_undecodable_name_is_tolerated(tmp_path: Path, monke
 @alone
 def test_deep_directory_tree_in_an_image_layer_is_removed(tmp_path: Path) -> None:
     """On overlayfs, a tree from an image layer cannot be renamed before it is removed (EXDEV), so it must be removed in
-    place. A job can nest thousands of directories in it.
+    place. A job can nest thousands of directories in the tree.
     """
     layers = mount_tmpfs(tmp_path / "layers")
     (layers / "lower/jobs/web/bin").mkdir(parents=True)

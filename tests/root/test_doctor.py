@@ -55,7 +55,7 @@ def test_doctor_reports_root_with_all_capabilities_as_privileged(box: Machine) -
     assert verdict(report, "mounts")[0] == "good"
 
 
-def test_doctor_reports_that_the_manifests_capabilities_suffice_for_jobs(box: Machine) -> None:
+def test_doctor_reports_limited_mounts_but_usable_jobs_with_few_capabilities(box: Machine) -> None:
     report = examined(box, *with_capabilities(FEW))
 
     assert report["tier"] == "root with few capabilities"

@@ -58,13 +58,13 @@ table ip mesh {{
 """
 
 
-class Netted(PodInstance):
+class ProxiedPod(PodInstance):
     """A pod that connects to its bus through ``proxy``, which listens on ``gateway``."""
 
     proxy: Proxy
 
     def may_connect(self, prefix: str = "") -> bool:
-        """Return True if a program that runs with this command prefix can connect to the bus."""
+        """Return True if a program can connect to the bus when it runs with the command prefix ``prefix``."""
         at = urlsplit(self.url)
         code = f"import socket; socket.create_connection(({at.hostname!r}, {at.port}), 5)"
         done = self.machine.popen([*prefix.split(), sys.executable, "-c", code], stderr=subprocess.PIPE)
@@ -73,8 +73,8 @@ class Netted(PodInstance):
         return done.returncode == 0
 
     async def firewall(self, **wanted: Any) -> dict[str, Any]:
-        """Wait until the agent's report about the packet filter contains ``wanted`` and the address of the bus. Return
-        the report.
+        """Wait until the agent's report about the packet filter contains ``wanted`` and the agent knows the bus
+        addresses. Return the report.
 
         The request runs in a thread, because the proxy runs in this event loop. If the loop were blocked, the agent
         would lose its connection.
@@ -92,7 +92,7 @@ class Netted(PodInstance):
 
 
 @pytest.fixture
-async def pod(tmp_path: Path) -> AsyncIterator[Netted]:
+async def pod(tmp_path: Path) -> AsyncIterator[ProxiedPod]:
     number = os.getpid() % 16384 * 4
     gateway = f"198.18.{number // 256}.{number % 256 + 1}"
     authority, director = Authority(), Director(poll=0)
@@ -100,7 +100,7 @@ async def pod(tmp_path: Path) -> AsyncIterator[Netted]:
     async with NatsServer(tmp_path / "bus", authority, pair=pair) as server, Proxy(server.port, gateway) as proxy:
         await server.add_agent(AGENT)
         async with director.on(server.peer()):
-            one = Netted(tmp_path, server, director)
+            one = ProxiedPod(tmp_path, server, director)
             one.gateway, one.proxy = gateway, proxy
             one.url = f"nats://{gateway}:{proxy.port}"
             try:
@@ -110,7 +110,7 @@ async def pod(tmp_path: Path) -> AsyncIterator[Netted]:
 
 
 @pytest.mark.attack("a job connects to the bus")
-async def test_packet_filter_blocks_jobs_from_the_bus_but_not_root(pod: Netted) -> None:
+async def test_packet_filter_blocks_jobs_from_the_bus_but_not_root(pod: ProxiedPod) -> None:
     pod.start_container()
     assert pod.may_connect(VCAP)
 
@@ -125,9 +125,9 @@ async def test_packet_filter_blocks_jobs_from_the_bus_but_not_root(pod: Netted) 
     assert next(one for one in found if one["topic"] == "firewall")["verdict"] == "good"
 
 
-async def test_boot_and_doctor_cause_no_errors_in_the_bus_servers_log(pod: Netted) -> None:
-    """The agent opens connections to test whether its rules work. These must complete the handshake, because otherwise
-    the server would log an error for each of them, from every VM.
+async def test_boot_and_doctor_cause_no_errors_in_the_bus_servers_log(pod: ProxiedPod) -> None:
+    """The agent opens connections to test whether its rules work. The connections must complete the handshake.
+    Otherwise, the server would log an error for every connection from every VM.
     """
     pod.start_container()
     await pod.start_agent()
@@ -140,7 +140,7 @@ async def test_boot_and_doctor_cause_no_errors_in_the_bus_servers_log(pod: Nette
 
 
 @pytest.mark.attack("root in a container removes the packet filter rules")
-async def test_packet_filter_rules_are_restored_and_outlive_the_agent(pod: Netted) -> None:
+async def test_packet_filter_rules_are_restored_and_outlive_the_agent(pod: ProxiedPod) -> None:
     await pod.start()
     await pod.firewall(enforced=True)
     pod.machine.run("nft delete table inet agent_shim")
@@ -154,7 +154,7 @@ async def test_packet_filter_rules_are_restored_and_outlive_the_agent(pod: Nette
     await pod.start_agent()
 
 
-async def test_handback_removes_only_the_agents_packet_filter_rules(pod: Netted) -> None:
+async def test_handback_removes_only_the_agents_packet_filter_rules(pod: ProxiedPod) -> None:
     await pod.start()
     await pod.firewall(enforced=True)
     pod.machine.run("nft add table inet bosh_agent")
@@ -166,7 +166,7 @@ async def test_handback_removes_only_the_agents_packet_filter_rules(pod: Netted)
     assert pod.may_connect(VCAP)
 
 
-async def test_disabled_packet_filter_has_no_rules(pod: Netted) -> None:
+async def test_disabled_packet_filter_has_no_rules(pod: ProxiedPod) -> None:
     pod.shim = {"firewall": False}
     await pod.start()
 
@@ -174,7 +174,7 @@ async def test_disabled_packet_filter_has_no_rules(pod: Netted) -> None:
     assert pod.tables() == ""
 
 
-async def test_agent_without_packet_filter_privilege_reports_it_and_continues(pod: Netted) -> None:
+async def test_agent_without_packet_filter_privilege_reports_it_and_continues(pod: ProxiedPod) -> None:
     """Most pods lack CAP_NET_ADMIN."""
     pod.prefix = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-all"]
     await pod.start()
@@ -185,7 +185,7 @@ async def test_agent_without_packet_filter_privilege_reports_it_and_continues(po
     assert await pod.director.value(AGENT, "ping") == "pong"
 
 
-async def test_packet_filter_does_not_cut_off_an_agent_behind_a_proxy(pod: Netted) -> None:
+async def test_packet_filter_does_not_cut_off_an_agent_behind_a_proxy(pod: ProxiedPod) -> None:
     """A service mesh's sidecar redirects the agent's packets and sends them as another user, whom the rules would
     block. The agent must notice that and remove its rules.
     """

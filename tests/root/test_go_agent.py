@@ -83,7 +83,9 @@ async def ready(pod: PodInstance) -> None:
 
 
 async def deploy(pod: PodInstance) -> dict[str, Any]:
-    """Deploy three jobs that record each of their starts. Return the state once they run."""
+    """Deploy three jobs that record each of their starts, and wait until they are running. Return the reply to
+    ``get_state``.
+    """
     files = {name: {"monit": jobs.sleeper(Paths(), name)["monit"], "bin/ctl": CTL.format(name=name)} for name in NAMES}
     spec = jobs.spec(pod.scratch / "blobs", files, {"tool": {"bin/tool": "x"}})
     reloading = asyncio.create_task(reload_when_asked(pod))
@@ -111,7 +113,7 @@ async def reload_when_asked(pod: PodInstance) -> None:
 
 
 async def running(pod: PodInstance, seconds: float = 60) -> dict[str, Any]:
-    """Wait until all jobs are running, which takes monit a few cycles. Return the state."""
+    """Wait until all jobs are running, which takes monit a few cycles. Return the reply to ``get_state``."""
     async with asyncio.timeout(seconds):
         while True:
             try:
@@ -127,14 +129,15 @@ async def keep_credentials(pod: PodInstance) -> None:
     """Send update_settings as a Director does to rotate a new instance's credentials, but with the credentials that it
     already has.
 
-    Call this only while our agent is running. The Go agent would exit and rely on its service manager to restart it.
+    Call this only while our agent is running, because the Go agent would exit and rely on its service manager to
+    restart it.
     """
     settings = json.loads((pod.machine.vcap / "bosh/warden-cpi-agent-env.json").read_text())
     mbus = settings["env"]["bosh"]["mbus"]
     await pod.run("update_settings", {"mbus": mbus, "trusted_certs": "", "blobstores": None})
 
 
-async def test_this_agents_jobs_continue_under_the_go_agent(pod: PodInstance) -> None:
+async def test_go_agent_takes_over_and_stops_jobs_started_by_this_agent(pod: PodInstance) -> None:
     with this_agent(pod):
         await ready(pod)
         ours = await deploy(pod)
@@ -160,7 +163,7 @@ async def test_this_agents_jobs_continue_under_the_go_agent(pod: PodInstance) ->
         assert [len(pids) for pids in starts(pod.machine).values()] == [2, 2, 2]
 
 
-async def test_go_agents_jobs_keep_running_through_two_takeovers_and_handbacks(pod: PodInstance) -> None:
+async def test_jobs_started_by_the_go_agent_survive_two_takeovers_and_handbacks(pod: PodInstance) -> None:
     with go_agent_and_monit(pod):
         await ready(pod)
         theirs = await deploy(pod)

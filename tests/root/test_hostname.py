@@ -17,11 +17,11 @@ MOUNTED = "mount --bind /etc/hostname /etc/hostname"
 LONG = "x" * 65
 
 
-def say(made: Machine, before: str, expression: str) -> list[str]:
+def evaluate(box: Machine, before: str, expression: str) -> list[str]:
     """Evaluate ``expression`` in a new UTS namespace. Return its value and the namespace's host name afterwards."""
     code = f"import socket; from agent_shim.host import hostname; print({expression}); print(socket.gethostname())"
     inside = f"hostname {RUNTIME}; {before}; cd {CODE}; exec {sys.executable} -c {shlex.quote(code)}"
-    return made.run(f"echo {RUNTIME} >/etc/hostname; unshare --uts sh -c {shlex.quote(inside)}").splitlines()
+    return box.run(f"echo {RUNTIME} >/etc/hostname; unshare --uts sh -c {shlex.quote(inside)}").splitlines()
 
 
 @pytest.mark.parametrize(
@@ -36,19 +36,19 @@ def say(made: Machine, before: str, expression: str) -> list[str]:
 def test_agent_sets_a_valid_host_name_unless_the_runtime_owns_it(
     tmp_path: Path, before: str, name: str, why: str
 ) -> None:
-    with machine(tmp_path) as made:
-        said = say(made, before, f"hostname.set_host_name({name!r})")
+    with machine(tmp_path) as box:
+        said = evaluate(box, before, f"hostname.set_host_name({name!r})")
 
         named = RUNTIME if why else name
         assert said == [why, named]
-        assert (made.root / "etc/hostname").read_text() == f"{named}\n"
+        assert (box.root / "etc/hostname").read_text() == f"{named}\n"
 
 
 def test_agent_without_its_own_uts_namespace_keeps_the_host_name(tmp_path: Path) -> None:
     """Without its own UTS namespace, the agent would change the name for every program on the machine."""
-    with machine(tmp_path) as made:
-        told = made.run(
-            f"cd {CODE}; {sys.executable} -c 'from agent_shim.host import hostname; print(hostname.owner())'"
+    with machine(tmp_path) as box:
+        told = box.run(
+            f"cd {CODE}; {sys.executable} -c 'from agent_shim.host import hostname; print(hostname.obstacle())'"
         )
 
     assert told == "the host name is that of the machine\n"

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.root
 
 
 def test_cgroup_probe_leaves_no_cgroup_behind() -> None:
-    """If the probe left a cgroup, the next probe by the same process would fail."""
+    """If the probe left a cgroup behind, the next probe by the same process would fail."""
     job_cgroups.offered()
 
     assert [

@@ -26,7 +26,7 @@ WITHOUT_MOUNTS = ("setpriv", "--bounding-set=-sys_admin", "--")
 def writer(name: str) -> dict[str, str | bytes]:
     """Return a job that writes a line to the persistent disk in its pre-start and each time it is started.
 
-    The pre-start also creates a file in /etc, which a new container lacks.
+    The pre-start also creates a file in /etc, which does not exist in a new container.
     """
     files = jobs.sleeper(Paths(), name)
     ctl = files["bin/ctl"].replace("start)", f"start) echo {name} >>/var/vcap/store/events;")
@@ -35,7 +35,7 @@ def writer(name: str) -> dict[str, str | bytes]:
 
 
 async def deploy(pod: PodInstance, *names: str) -> dict[str, Any]:
-    """Deploy these jobs as the Director does, but without running pre-start. Return the spec."""
+    """Deploy the jobs ``names`` as the Director does, but without running pre-start. Return the spec."""
     return await pod.deploy({name: writer(name) for name in names}, {"tool": {"bin/tool": "#!/bin/sh"}})
 
 
@@ -74,7 +74,7 @@ async def with_a_disk(pod: PodInstance) -> None:
 
 @pytest.mark.parametrize("prefix", [(), WITHOUT_MOUNTS], ids=["by mount", "by link"])
 async def test_container_restart_restores_disk_and_jobs(pod: PodInstance, prefix: tuple[str, ...]) -> None:
-    """The boot must mount the disk, run pre-start and start the jobs, in this order. It must also restore users and
+    """The boot must mount the disk, run pre-start and start the jobs, in that order. It must also restore users and
     host names, and remove stale files from the run directory.
     """
     pod.prefix = prefix
@@ -197,7 +197,7 @@ async def test_job_files_lost_with_a_tmpfs_are_reported_as_missing(pod: PodInsta
     pod.env = {"job_dir": {"tmpfs": True, "tmpfs_size": "20m"}, "run_dir": {"tmpfs": True}}
     await with_a_disk(pod)
     spec = await deploy(pod, "web")
-    mounts, pid = in_memory(pod), pod.machine.run("cat /var/vcap/sys/run/web/web.pid")
+    mounts, pid = mounts_in_data(pod), pod.machine.run("cat /var/vcap/sys/run/web/web.pid")
     assert {line for line in mounts if line.endswith("tmpfs")} == {
         "/var/vcap/data/jobs tmpfs",
         "/var/vcap/data/sensitive_blobs tmpfs",
@@ -207,7 +207,7 @@ async def test_job_files_lost_with_a_tmpfs_are_reported_as_missing(pod: PodInsta
     pod.end_agent()
     await pod.start_agent()
     await pod.until("running")
-    assert in_memory(pod) == mounts
+    assert mounts_in_data(pod) == mounts
     assert pod.machine.run("cat /var/vcap/sys/run/web/web.pid") == pid
     assert events(pod) == ["web"]
 
@@ -221,7 +221,7 @@ async def test_job_files_lost_with_a_tmpfs_are_reported_as_missing(pod: PodInsta
     await pod.until("running")
 
 
-def in_memory(pod: PodInstance) -> list[str]:
+def mounts_in_data(pod: PodInstance) -> list[str]:
     """Return each mount below ``data`` with its file system type. If mounts are stacked, the path appears several
     times.
     """
@@ -256,8 +256,9 @@ IN_MEMORY = {"job_dir": {"tmpfs": True}, "run_dir": {"tmpfs": True}}
 
 @pytest.mark.parametrize("why", ["the container may not mount", "the manifest mounts them"])
 async def test_job_files_survive_a_restart_if_the_agent_mounts_no_tmpfs(pod: PodInstance, why: str) -> None:
-    """If the container may not mount, the agent must log at boot that it skipped the ``job_dir.tmpfs`` and
-    ``run_dir.tmpfs`` mounts. If a manifest mounts these directories, the agent must use them as they are.
+    """If the container is not allowed to mount file systems, the agent must log at boot that it skipped the
+    ``job_dir.tmpfs`` and ``run_dir.tmpfs`` mounts. If a manifest mounts these directories, the agent must use them as
+    they are.
     """
     pod.env = IN_MEMORY
     is_refused = why == "the container may not mount"

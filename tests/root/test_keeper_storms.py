@@ -17,8 +17,7 @@ from tests.support.source import ROOT
 pytestmark = pytest.mark.root
 
 USER = 54_321
-"""The uid of a user without other processes, because the limit applies to all of a user's processes together.
-"""
+"""The uid of a user that has no other processes. The limit applies to all of a user's processes together."""
 PROCESSES = 120
 
 KILL = """

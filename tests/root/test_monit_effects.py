@@ -127,7 +127,9 @@ def named(text: str, where: Path) -> str:
 
 
 async def agree(sides: tuple[Side, Side], words: dict[str, str], lines: list[str]) -> None:
-    """Wait until both programs report these states and equal XML values, and their logs contain exactly these lines."""
+    """Wait until monit and the supervisor agree: both report the states ``words`` and equal XML values, and
+    their logs contain exactly ``lines``.
+    """
     said: list[object] = []
     async with asyncio.timeout(PATIENCE_S):
         try:

@@ -1,5 +1,5 @@
-"""Tests that our parser accepts the same files as the Linux distribution's monit, which is newer than the 5.2.5 on
-stemcells.
+"""Tests that our parser accepts the same files as the Linux distribution's monit, which is newer than version 5.2.5
+on stemcells.
 
 The test files contain only syntax that both versions treat in the same way.
 """
@@ -171,7 +171,7 @@ def statements(random: random.Random) -> Iterator[str]:
         yield random.choice(MISTAKES)
 
 
-def spelled(random: random.Random) -> str:
+def random_file(random: random.Random) -> str:
     """Return a random file with varying whitespace and comments between the statements.
 
     A list of dependencies is always followed by a line break, because it extends to the end of its line.
@@ -211,7 +211,7 @@ def theirs(tmp_path: Path) -> Callable[[str], str]:
 def test_parser_rejects_the_same_files_as_monit(theirs: Callable[[str], str]) -> None:
     numbers = random.Random(SEED)
     refused = 0
-    for text in (spelled(numbers) for _ in range(FILES)):
+    for text in (random_file(numbers) for _ in range(FILES)):
         our, their = ours(text), theirs(text)
         assert bool(our) == bool(their), f"we: {our or 'fine'}\nmonit: {their or 'fine'}\n{text}"
         refused += bool(our)
@@ -229,7 +229,7 @@ def test_parser_and_monit_reject_each_invalid_file(mistake: str, theirs: Callabl
 
 def test_rendered_monit_files_are_accepted_by_monit(theirs: Callable[[str], str]) -> None:
     numbers = random.Random(SEED)
-    for text in (spelled(numbers) for _ in range(FILES // 3)):
+    for text in (random_file(numbers) for _ in range(FILES // 3)):
         if not ours(text):
             rendered = monit_render.render(parser.parse(text, origin="ours"))
             assert not theirs(rendered), rendered

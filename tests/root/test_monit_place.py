@@ -25,7 +25,7 @@ import pytest
 from agent_shim.core.paths import Paths
 from agent_shim.demo.director import HealthMonitor, RpcRemoteError, RpcTimeoutError
 from agent_shim.demo.pki import HEALTH_MONITOR
-from tests.root.test_firewall import Netted
+from tests.root.test_firewall import ProxiedPod
 from tests.root.test_firewall import pod as netted  # noqa: F401 - a fixture
 from tests.support import jobs, monitrc
 from tests.support.go_agent import CTL, NAMES, starts
@@ -60,7 +60,7 @@ REST_S: Final = float(os.environ.get("MONIT_PLACE_REST", "10"))
 class SupervisedMachine:
     """A machine with the Go agent and one of the supervisors in ``KINDS``."""
 
-    def __init__(self, made: Netted, kind: str) -> None:
+    def __init__(self, made: ProxiedPod, kind: str) -> None:
         self.pod, self.kind = made, kind
         self.figures: dict[str, float] = {}
         self._reloader: asyncio.Task[None] | None = None
@@ -119,7 +119,7 @@ class SupervisedMachine:
                 end(one, 9)  # type: ignore[arg-type]
 
     async def state(self) -> dict[str, Any]:
-        """Return the Go agent's answer to ``get_state``, or an empty one if it cannot answer because monit is
+        """Return the Go agent's reply to ``get_state``, or an empty dictionary if there is no reply because monit is
         reloading.
         """
         try:
@@ -148,7 +148,7 @@ class SupervisedMachine:
 
 
 @pytest.fixture(params=[kind for kind in KINDS if "MONIT_525" in os.environ or kind == "agent-shim"])
-async def place(netted: Netted, request: pytest.FixtureRequest) -> AsyncIterator[SupervisedMachine]:  # noqa: F811
+async def place(netted: ProxiedPod, request: pytest.FixtureRequest) -> AsyncIterator[SupervisedMachine]:  # noqa: F811
     made = SupervisedMachine(netted, request.param)
     made.start()
     try:
@@ -229,8 +229,8 @@ BPM_JOBS: Final = {
 
 @pytest.mark.skipif(not BPM, reason="no bpm: set BPM to a directory with bpm, runc and tini")
 async def test_real_bpm_and_runc_work_under_the_monit_daemon(place: SupervisedMachine) -> None:
-    """When the supervisor is killed and restarted, a process's pidfile and cgroup must stay the same. A
-    killed process must be restarted in a new container. After a stop, no container may be left.
+    """When the supervisor is killed and restarted, the bpm process must keep running in the same cgroup. If the process
+    is killed, it must be restarted in a new container. A stop must end the container.
     """
     pod = place.pod
     pidfile = pod.vcap / "data/sys/run/bpm/web/web.pid"
@@ -283,7 +283,7 @@ async def test_real_bpm_and_runc_work_under_the_monit_daemon(place: SupervisedMa
 
 
 def at_rest(place: SupervisedMachine) -> dict[str, float]:
-    """Return the CPU usage of the idle supervisor in percent of one CPU, and its memory in MiB."""
+    """Return the CPU usage of the idle supervisor as a percentage of one CPU, and its memory in MiB."""
     root = place.pod.machine.root / "proc" / str(place.daemon())
 
     def ticks() -> int:

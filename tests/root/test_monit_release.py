@@ -89,7 +89,7 @@ class MonitVm:
             self.write(f"jobs/{name}/bin/ctl", CTL.format(name))
             self.write(f"monit/job/0000_{name}.monitrc", jobs.sleeper(Paths(), name)["monit"])
         # Start the processes directly, which is faster than with monit. From the tenth job on,
-        # the processes lack the variable that monit sets, as they would in a runc container.
+        # the processes do not have the variable that monit sets, as they would in a runc container.
         for jobs_of, mark in (("job?", "MONIT_SERVICE=${job##*/}"), ("job??", "")):
             start = f"{mark} $job/bin/ctl start >/dev/null 2>&1"
             self.machine.run(f"for job in /var/vcap/jobs/{jobs_of}; do {start}; done")
@@ -128,7 +128,7 @@ class MonitVm:
         self.reload()
 
     def open_to_jobs(self) -> list[Path]:
-        """Check the interpreter that root runs and its parent directories. Return those to which jobs can write."""
+        """Return which of these paths jobs can write to: the interpreter that root runs, and its parent directories."""
         line = next(line for line in (TEMPLATES / "run").read_text().splitlines() if line.startswith("python="))
         program = self.vcap / line.removeprefix("python=/var/vcap/")
         way = [program, *(path for path in program.parents if path.is_relative_to(self.vcap))]
@@ -172,7 +172,7 @@ class MonitVm:
     def starts(self) -> int:
         return sum(len((self.vcap / f"data/starts/{name}").read_text().split()) for name in NAMES)
 
-    def words(self, name: str) -> str:
+    def summary_line(self, name: str) -> str:
         """Return the line about a service from monit's summary."""
         said = self.machine.run("curl -s 'http://127.0.0.1:2822/_status?format=text&level=summary'")
         return next(line for line in said.splitlines() if f"'{name}'" in line)
@@ -206,15 +206,15 @@ def test_monit_release_replaces_and_restores_monit_with_fifty_processes(vm: Moni
 
     vm.machine.run("curl -s -d action=stop http://127.0.0.1:2822/job7")
     until(lambda: "job7" not in vm.running())
-    until(lambda: "not monitored" in vm.words("job7") and "pending" not in vm.words("job7"))
+    until(lambda: "not monitored" in vm.summary_line("job7") and "pending" not in vm.summary_line("job7"))
     state = vm.vcap / "monit/monit.state"
     until(lambda: monitrc.monitored(state)["job7"] == 0)
     # monit ignores a state file that was changed in the current second.
     until(lambda: time.time() > state.stat().st_ctime + 1)
     vm.remove()
     until(lambda: vm.supervisor() == "monit")
-    time.sleep(5)  # Wait for two of monit's cycles, because monit would start processes in this time.
-    assert "not monitored" in vm.words("job7").lower()
+    time.sleep(5)  # Give monit two cycles in which it might wrongly start a process.
+    assert "not monitored" in vm.summary_line("job7").lower()
     assert vm.running() == {name: pid for name, pid in vm.pids.items() if name != "job7"}
     assert vm.starts() == 50
 

@@ -80,7 +80,7 @@ def test_mounts_in_a_private_namespace_are_invisible_to_other_processes(box: Mac
     assert not (box.vcap / "m/target/file").exists()
 
 
-def test_permission_to_bind_mount_is_probed(box: Machine, inside: Inside) -> None:
+def test_bind_mount_probe_detects_missing_permission_and_leaves_no_trace(box: Machine, inside: Inside) -> None:
     box.run("mkdir -p -m 777 /var/vcap/probe")
     ask = "from agent_shim.host import volumes\nreturn volumes.can_bind(Path('/var/vcap/probe'))"
     without = ("setpriv", "--bounding-set", "-sys_admin")

@@ -56,7 +56,7 @@ class Bystanders:
         self.files = [Path("/etc") / name, Path("/dev") / name, Path("/tmp") / name, ROOT / name]
 
     def harm(self) -> str:
-        """Return the source of a test that tries to change or reach each of these bystanders."""
+        """Return the source of a test that tries to change or reach each bystander."""
         etc, device, tmp, code = self.files
         port = self.listener.getsockname()[1]
         return HARM.format(etc=etc, device=device, tmp=tmp, code=code, pid=self.process.pid, port=port)

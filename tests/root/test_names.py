@@ -1,4 +1,4 @@
-"""Tests other instances' DNS records: programs resolve them, and bosh-dns may read them."""
+"""Tests that programs can resolve the DNS records of other instances, and that bosh-dns can read these records."""
 
 from __future__ import annotations
 

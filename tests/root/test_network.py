@@ -31,8 +31,8 @@ print(msgspec.json.encode([network.default_address(), network.default_address(ip
 """
 
 
-def found(routes: str) -> list[dict[str, str] | None]:
-    """Add these routes in a new network namespace, and return the default IPv4 and IPv6 addresses that the agent finds
+def default_addresses(routes: str) -> list[dict[str, str] | None]:
+    """Add ``routes`` in a new network namespace, and return the default IPv4 and IPv6 addresses that the agent finds
     there.
     """
     shell = ["unshare", "--net", "sh", "-c", LINKS + routes + ASK, "sh", sys.executable]
@@ -50,7 +50,7 @@ ip route add default via 10.0.0.1
 ip -6 route add ::/8 via fd01::1 dev there
 ip -6 route add default via fd00::1 dev here
 """
-    assert found(routes) == [
+    assert default_addresses(routes) == [
         {"ip": "10.0.0.7", "netmask": "255.255.240.0", "gateway": "10.0.0.1"},
         {"ip": "fd00::7", "netmask": "ffff:ffff:ffff:ffff:ff00::", "gateway": "fd00::1"},
     ]
@@ -65,11 +65,14 @@ ip link set here up
 ip -6 route add default via fe80::1 dev here
 ip route add default dev here
 """
-    assert found(routes) == [None, None]
+    assert default_addresses(routes) == [None, None]
 
 
 def test_missing_default_route_gives_no_address() -> None:
-    assert found("ip route add 0.0.0.0/1 via 10.1.0.1; ip -6 route add ::/8 via fd01::1 dev there") == [None, None]
+    assert default_addresses("ip route add 0.0.0.0/1 via 10.1.0.1; ip -6 route add ::/8 via fd01::1 dev there") == [
+        None,
+        None,
+    ]
 
 
 NEIGHBOURS = """

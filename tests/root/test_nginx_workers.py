@@ -1,7 +1,6 @@
-"""Tests that nginx can listen on its port again after its master process was killed, although the old workers keep the
-port open.
+"""Tests that nginx can listen on its port again after its master process has been killed.
 
-The test uses Debian's nginx.
+The old workers would keep the port open, so they must be killed too. The test uses Debian's nginx.
 """
 
 from __future__ import annotations

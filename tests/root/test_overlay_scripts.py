@@ -79,8 +79,8 @@ async def until(pod: PodInstance, command: str) -> None:
 
 
 def tool(pod: PodInstance, command: str) -> str:
-    """Run a shell command with the overlay's replacement programs in PATH. Return its stdout and stderr, with the exit
-    code in a last line.
+    """Run a shell command with the overlay's replacement programs in PATH. Return its stdout and stderr,
+    followed by a line with its exit code.
     """
     return pod.machine.run(f"export PATH=/opt/tools:$PATH; ({command}) 2>&1; echo $?")
 
@@ -119,7 +119,7 @@ async def test_agent_disabled_by_a_release_still_supervises_jobs(pod: PodInstanc
         assert number(pod) == after
 
 
-async def test_agent_stopped_for_a_handback_stays_down(pod: PodInstance) -> None:
+async def test_agent_stopped_for_a_handback_is_not_restarted_and_jobs_keep_running(pod: PodInstance) -> None:
     with init(pod):
         before = await with_a_job(pod)
 
@@ -215,8 +215,8 @@ async def test_runit_service_is_run_by_the_init(pod: PodInstance) -> None:
 
 @pytest.mark.attack("a job makes cron run its programs outside its cgroup")
 async def test_only_root_may_install_a_crontab(pod: PodInstance) -> None:
-    """With a crontab, a job could have cron run a program outside the job's cgroup, where neither a stop nor a limit
-    would affect it.
+    """With a crontab, a job could have cron run a program outside the job's cgroup, where neither stopping the job
+    nor its limits would affect the program.
     """
     if shutil.which("crontab") is None:
         pytest.skip("needs the package cron")

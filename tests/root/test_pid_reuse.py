@@ -20,12 +20,12 @@ ROUNDS = int(os.environ.get("SHIM_PID_REUSE_ROUNDS", "30"))
 
 @pytest.mark.attack("a job exits so that its process id is reused between the check and the signal")
 def test_process_with_a_reused_pid_is_never_signalled(tmp_path: Path) -> None:
-    """In each round, a job's process, its session leader or its start program exits, and an unrelated process gets its
-    pid. Then the job is stopped.
+    """In each round, a job's process is killed, and an unrelated process gets the pid of that process or of the job's
+    start program. Then the job is stopped or restarted, or the next supervisor adopts it.
     """
     seed = os.environ.get("SHIM_PID_REUSE_SEED", "6")
     program = [sys.executable, "-m", "tests.support.programs.reuse", str(tmp_path / "world"), str(ROUNDS), seed]
-    # The shell is PID 1, so other programs' orphans become its children and not the test program's.
+    # The shell is PID 1, so other programs' orphans become children of the shell instead of the test program.
     inside = ["sh", "-c", '"$@"; exit $?', "sh", *program]
     done = subprocess.run(
         ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--", *inside],

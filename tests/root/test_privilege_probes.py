@@ -47,7 +47,7 @@ def places(box: Machine) -> None:
 
 
 def makes_user_namespaces(*prefix: str) -> bool:
-    """Return True if a process with this command prefix can create user namespaces on this kernel."""
+    """Return True if a process that runs with the command prefix ``prefix`` can create user namespaces."""
     argv = [*prefix, "unshare", "--user", "--mount", "--map-root-user", "true"]
     return subprocess.run(argv, capture_output=True, check=False).returncode == 0
 

@@ -98,17 +98,16 @@ class Operator:
                 self._seen += chunk
         return self._seen
 
-    def told(self, wanted: str = "") -> str:
+    def wait_for_report(self, wanted: str = "") -> str:
         """Wait until the program's report contains ``wanted`` and return it."""
         self.eventually(lambda: wanted in self.report.read_text())
         return self.report.read_text()
 
     def ended(self) -> tuple[int, list[int | None]]:
-        """Wait until the script has exited. Return its exit code, and a list with one entry for each time that
-        ``pseudo_terminal`` asked for the command line.
+        """Wait until the script has exited. Return its exit code and the arguments with which ``pseudo_terminal``
+        called ``program``.
 
-        An entry is what ``pseudo_terminal`` passed when it asked: the descriptor of the operator's terminal, or None if
-        there was no terminal.
+        Each argument is the descriptor of the operator's terminal, or None if there was no terminal.
         """
         self.eventually(lambda: self.seen() is not None and self.running.poll() is not None)
         self.seen()
@@ -155,7 +154,7 @@ echo to stderr >&2
 def test_only_terminal_streams_are_replaced_by_the_new_terminal(operator: Operator, streams: tuple[int, ...]) -> None:
     operator.call(WHERE, streams)
     code, asked = operator.ended()
-    names = operator.told().split()
+    names = operator.wait_for_report().split()
 
     assert (code, asked) == (0, [streams[0]])
     assert [name != "none" for name in names] == [number in streams for number in (0, 1, 2)]
@@ -174,13 +173,13 @@ def test_program_without_terminal_streams_gets_its_own_session(operator: Operato
 
     assert operator.ended() == (7, [None])
     assert out == b"input"
-    session, pid = operator.told().split()
+    session, pid = operator.wait_for_report().split()
     assert session == pid
 
 
 @pytest.mark.parametrize("streams", [(), (0, 1, 2)])
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", 143)])
-def test_terminal_session_exit_codes_follow_the_shell(
+def test_terminal_session_exit_codes_follow_shell_conventions(
     operator: Operator, streams: tuple[int, ...], script: str, code: int
 ) -> None:
     operator.call(script, streams)
@@ -207,14 +206,14 @@ def test_program_in_a_terminal_session_ignores_no_signal(operator: Operator) -> 
     """
     operator.call("grep SigIgn /proc/self/status >&3")
     operator.ended()
-    ignored = int(operator.told().split()[1], 16)
+    ignored = int(operator.wait_for_report().split()[1], 16)
 
     assert [number for number in (signal.SIGPIPE, signal.SIGXFSZ) if ignored & 1 << number - 1] == []
 
 
 def test_terminal_session_forwards_raw_keys_and_restores_the_modes(operator: Operator) -> None:
     operator.call("echo up >&3; read line; echo got:$line")
-    operator.told("up")
+    operator.wait_for_report("up")
     operator.eventually(lambda: not termios.tcgetattr(operator.terminal)[3] & (termios.ECHO | termios.ICANON))
     operator.type(b"some x\x7fwords\r")
 
@@ -228,7 +227,7 @@ def test_terminal_session_leaves_piped_input_to_the_program(operator: Operator) 
     assert operator.running.stdin is not None
     operator.running.stdin.write(b"words\n")
     operator.running.stdin.flush()
-    operator.told("up")
+    operator.wait_for_report("up")
     assert termios.tcgetattr(operator.terminal) == operator.before
     operator.running.stdin.close()
 
@@ -238,12 +237,12 @@ def test_terminal_session_leaves_piped_input_to_the_program(operator: Operator) 
 
 def test_terminal_session_forwards_the_window_size(operator: Operator) -> None:
     operator.call('stty size >&3; while test "$(stty size)" = "33 99"; do sleep 0.02; done; stty size >&3')
-    operator.told("33 99\n")
+    operator.wait_for_report("33 99\n")
     operator.resize(44, 111)
     operator.running.send_signal(signal.SIGWINCH)
 
     assert operator.ended()[0] == 0
-    assert operator.told() == "33 99\n44 111\n"
+    assert operator.wait_for_report() == "33 99\n44 111\n"
 
 
 def catches(pid: int, number: int) -> bool:
@@ -256,7 +255,7 @@ def catches(pid: int, number: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signal_to_a_terminal_session_hangs_up_the_program(operator: Operator, number: int) -> None:
     operator.call("trap 'echo hung up; exit 5' HUP; echo up >&3; while :; do sleep 0.02; done")
-    operator.told("up")
+    operator.wait_for_report("up")
     operator.eventually(lambda: catches(operator.running.pid, signal.SIGHUP))
     operator.running.send_signal(number)
 
@@ -267,7 +266,7 @@ def test_signal_to_a_terminal_session_hangs_up_the_program(operator: Operator, n
 
 def test_stopped_program_in_a_terminal_session_gets_sighup(operator: Operator) -> None:
     operator.call("trap 'exit 5' HUP; echo $$ >&3; kill -STOP $$")
-    pid = int(operator.told("\n"))
+    pid = int(operator.wait_for_report("\n"))
     operator.eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     operator.running.terminate()
 
@@ -276,7 +275,7 @@ def test_stopped_program_in_a_terminal_session_gets_sighup(operator: Operator) -
 
 def test_terminal_session_kills_a_program_that_ignores_the_hang_up(operator: Operator) -> None:
     operator.call("trap 'echo last words' HUP; echo up >&3; while :; do sleep 0.02; done")
-    operator.told("up")
+    operator.wait_for_report("up")
     operator.running.send_signal(signal.SIGTERM)
 
     assert operator.ended()[0] == 137
@@ -296,7 +295,7 @@ def test_terminal_session_ends_on_hangup_even_if_its_program_reads_no_input(
     operator: Operator, is_signal: bool
 ) -> None:
     operator.call("trap '' HUP; stty raw -echo; echo up >&3; while :; do sleep 0.02; done")
-    operator.told("up")
+    operator.wait_for_report("up")
     for _ in range(100):
         with contextlib.suppress(BlockingIOError):
             operator.type(b"x" * 2000)
@@ -311,17 +310,17 @@ def test_terminal_session_ends_on_hangup_even_if_its_program_reads_no_input(
 
 def test_keystrokes_beyond_the_terminal_buffer_arrive_later(operator: Operator) -> None:
     operator.call("stty raw -echo; echo up >&3; sleep 1; head -c 200000 | cksum >&3")
-    operator.told("up")
+    operator.wait_for_report("up")
     keys, left = b"".join(b"%07d\n" % number for number in range(25_000)), 0
     while left < len(keys):
         with contextlib.suppress(BlockingIOError):
             left += operator.type(keys[left : left + 4000])
 
     assert operator.ended()[0] == 0
-    assert operator.told("\n").split()[1:] == subprocess.check_output("cksum", input=keys).decode().split()
+    assert operator.wait_for_report("\n").split()[1:] == subprocess.check_output("cksum", input=keys).decode().split()
 
 
-def test_terminal_session_with_piped_input_translates_line_ends_once(operator: Operator) -> None:
+def test_terminal_session_with_piped_input_translates_line_breaks_once(operator: Operator) -> None:
     operator.call("echo one", streams=(1, 2))
 
     assert operator.ended()[0] == 0
@@ -346,11 +345,11 @@ def test_children_that_keep_the_terminal_open_do_not_prolong_a_terminal_session(
     ],
 )
 def test_ctrl_c_in_a_terminal_session_interrupts_only_the_program(operator: Operator, script: str, code: int) -> None:
-    """The caller must survive Ctrl-C, so that it can report how the program exited."""
+    """The caller must survive Ctrl-C so that it can report how the program exited."""
     report = f"exec 3>>{operator.report}; "
     operator.call(report + script, what="in_terminal")
     if code == 130:
-        operator.told("up")
+        operator.wait_for_report("up")
         os.killpg(operator.running.pid, signal.SIGINT)
 
     assert operator.ended()[0] == code

@@ -31,8 +31,9 @@ LEAVE_NOTHING = frozenset({"ping", "info", "get_state", "delete_arp_entries", "l
 
 @dataclass
 class ReplayedMachines:
-    """The machines in a chapter, which consists of one or more recordings. They are created and deleted as in the
-    recording.
+    """The machines in a chapter, which consists of one or more recordings.
+
+    The machines are created and deleted as in the recordings.
 
     ``history`` contains the recorded steps from all chapters, in order.
     """
@@ -104,7 +105,7 @@ class ReplayedMachines:
             await self.replays[state["agent_id"]].play(step)
 
     async def _deploy_again(self, agent_id: str) -> None:
-        """Apply the final spec again. This must neither change the values that the Director compares nor restart a
+        """Apply the final spec again. The apply must neither change the values that the Director compares nor restart a
         process.
         """
         director, spec = self.fleet.director, self.replays[agent_id].final_spec
@@ -138,14 +139,16 @@ CHAPTERS = (
 )
 
 
-def test_each_recorded_message_is_replayed() -> None:
+def test_every_recording_belongs_to_a_replayed_chapter() -> None:
     names = [name for chapter in CHAPTERS for name in chapter]
 
     assert sorted(names) == sorted(path.stem for path in (CORPUS / "director").glob("*.jsonl"))
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter[0])
-async def test_recorded_deployment_requests_get_the_go_agents_answers(fleet: Fleet, chapter: tuple[str, ...]) -> None:
+async def test_replayed_deployment_gets_the_same_replies_as_from_the_go_agent(
+    fleet: Fleet, chapter: tuple[str, ...]
+) -> None:
     history = list(steps(*sorted((CORPUS / "director").glob("*.jsonl"))))
     played = ReplayedMachines(fleet, history, [step for step in history if step.recording in chapter])
     (fleet.scratch / DISKS[0]).mkdir()

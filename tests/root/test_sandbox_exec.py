@@ -63,13 +63,13 @@ places = [
 
 
 @pytest.fixture
-def told(inside: Inside) -> Callable[[str], Any]:
+def run_body(inside: Inside) -> Callable[[str], Any]:
     """Provide a function that runs the body of a test on a machine with volumes. The body can run programs as vcap."""
     return lambda body: inside(SETUP + VOLUMES + body)
 
 
-def test_sandbox_mounts_only_the_requested_paths_with_their_rights(told: Callable[[str], Any]) -> None:
-    status, text = told(f'return await said("cat /proc/self/mountinfo", binds=places, {NAMESPACES})')
+def test_sandbox_mounts_only_the_requested_paths_with_their_rights(run_body: Callable[[str], Any]) -> None:
+    status, text = run_body(f'return await said("cat /proc/self/mountinfo", binds=places, {NAMESPACES})')
     rows = [line.split() for line in text.splitlines()]
     rights = {row[4]: set(row[5].split(",")) & {"ro", "rw", "nosuid", "nodev", "noexec"} for row in rows}
 
@@ -100,13 +100,13 @@ def test_sandbox_mounts_only_the_requested_paths_with_their_rights(told: Callabl
     assert [row[4] for row in rows if any(field.startswith("shared:") for field in row[6 : row.index("-")])] == []
 
 
-def test_sandbox_root_has_directories_links_and_devices_as_in_bpm(told: Callable[[str], Any]) -> None:
+def test_sandbox_root_has_directories_links_and_devices_as_in_bpm(run_body: Callable[[str], Any]) -> None:
     script = (
         "ls /; ls /volume; stat -c '%a %U %n' / /volume /dev /dev/pts /dev/shm;"
         "cd /dev; for each in fd stdin stdout stderr ptmx; do readlink $each; done;"
         "for each in null zero full random urandom tty; do stat -c '%F %n' $each; done; hostname | wc -l; echo $$"
     )
-    status, text = told(f"os.umask(0o077); return await said({script!r}, binds=places, {NAMESPACES})")
+    status, text = run_body(f"os.umask(0o077); return await said({script!r}, binds=places, {NAMESPACES})")
 
     assert status == 0, text
     assert text.splitlines() == [
@@ -138,15 +138,15 @@ ALLOWED = {
 }
 
 
-def test_sandbox_mounts_grant_only_the_requested_rights(told: Callable[[str], Any]) -> None:
-    status, text = told(f"return await said({RIGHTS!r}, binds=places, {NAMESPACES})")
+def test_sandbox_mounts_grant_only_the_requested_rights(run_body: Callable[[str], Any]) -> None:
+    status, text = run_body(f"return await said({RIGHTS!r}, binds=places, {NAMESPACES})")
 
     assert (status, set(text.splitlines())) == (0, ALLOWED)
 
 
-def test_sandbox_landlock_rules_grant_only_the_requested_rights(told: Callable[[str], Any]) -> None:
+def test_sandbox_landlock_rules_grant_only_the_requested_rights(run_body: Callable[[str], Any]) -> None:
     """Landlock has no rules for devices, so a device in a writable directory can be opened."""
-    status, text = told(f"return await said({RIGHTS!r}, binds=[*places, NULL])")
+    status, text = run_body(f"return await said({RIGHTS!r}, binds=[*places, NULL])")
 
     assert (status, set(text.splitlines())) == (0, ALLOWED | {"has devices writable", "has devices open"})
 
@@ -180,12 +180,12 @@ async def entered(pid, script, **members):
 """
 
 
-def test_program_that_enters_a_sandbox_is_as_confined_as_its_job(told: Callable[[str], Any]) -> None:
+def test_program_that_enters_a_sandbox_is_as_confined_as_its_job(run_body: Callable[[str], Any]) -> None:
     script = (
         "ls /volume; grep -E '^(Uid|Groups|Cap(Prm|Eff|Bnd|Amb)|NoNewPrivs)' /proc/self/status;"
         "ls /proc | grep ^1$; readlink /proc/self/ns/*"
     )
-    found = told(f"""{ENTERED}
+    found = run_body(f"""{ENTERED}
 async with job() as one:
     running, text = await entered(one.pid, {script!r})
     status = await running.wait()
@@ -211,10 +211,10 @@ async with job() as one:
 
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -KILL $$", 137)])
 def test_exit_code_of_a_program_that_enters_a_sandbox_is_passed_on(
-    told: Callable[[str], Any], script: str, code: int
+    run_body: Callable[[str], Any], script: str, code: int
 ) -> None:
     assert (
-        told(f"""{ENTERED}
+        run_body(f"""{ENTERED}
 async with job() as one:
     running, _ = await entered(one.pid, {script!r})
     return await running.wait()
@@ -224,9 +224,11 @@ async with job() as one:
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGQUIT", "SIGTERM", "SIGHUP"])
-def test_entering_a_sandbox_forwards_signals_and_keeps_no_streams_open(told: Callable[[str], Any], name: str) -> None:
+def test_entering_a_sandbox_forwards_signals_and_keeps_no_streams_open(
+    run_body: Callable[[str], Any], name: str
+) -> None:
     script = f"trap 'exit 5' {name[3:]}; echo up; exec >&- 2>&-; while :; do sleep 0.05; done"
-    assert told(f"""{ENTERED}
+    assert run_body(f"""{ENTERED}
 async with job() as one:
     running, text = await entered(one.pid, {script!r})
     said = await asyncio.to_thread(text.read)
@@ -235,8 +237,8 @@ async with job() as one:
 """) == ["up\n", 5]
 
 
-def test_entering_the_sandbox_of_an_exited_process_is_an_error(told: Callable[[str], Any]) -> None:
-    status, text = told(f"""{ENTERED}
+def test_entering_the_sandbox_of_an_exited_process_is_an_error(run_body: Callable[[str], Any]) -> None:
+    status, text = run_body(f"""{ENTERED}
 async with job() as one:
     pass
 running, text = await entered(one.pid, "echo ran")
@@ -248,9 +250,9 @@ return [await running.wait(), text.read()]
 
 
 @pytest.mark.parametrize("name", ["plain", "two words", "back\\slash"])
-def test_shared_sandbox_volume_is_bound_only_once(told: Callable[[str], Any], name: str) -> None:
+def test_shared_sandbox_volume_is_bound_only_once(run_body: Callable[[str], Any], name: str) -> None:
     """If the volume were bound again, each start of a job would add another mount."""
-    found = told(f"""
+    found = run_body(f"""
 import subprocess
 from agent_shim.host import mounts, sandbox_exec
 place = volumes / {name!r}

@@ -146,8 +146,8 @@ def test_ssh_setup_lets_an_operator_log_in(alone: Alone) -> None:
 
 
 def test_sshd_started_at_boot_has_a_host_key(alone: Alone) -> None:
-    """If the settings contain ``authorized_keys``, the agent starts sshd at boot. It must create the host key then,
-    because no request may have done so.
+    """If the settings contain ``authorized_keys``, the agent starts sshd at boot, before any request can
+    have created a host key.
     """
     key = alone.key.with_suffix(".pub").read_text()
     for path in (alone.box.root / "etc/ssh").glob("ssh_host_*"):
@@ -158,7 +158,7 @@ def test_sshd_started_at_boot_has_a_host_key(alone: Alone) -> None:
     assert alone.login("bosh_boot", told, "id -un").stdout == "bosh_boot\n"
 
 
-def test_ssh_host_key_does_not_change(alone: Alone) -> None:
+def test_ssh_host_key_is_kept_when_the_public_key_file_is_missing(alone: Alone) -> None:
     first = alone.agent("return await sshd.host_key()")
     key = alone.box.root / "etc/ssh/ssh_host_rsa_key"
     private = key.read_bytes()
@@ -187,7 +187,7 @@ def test_failure_to_create_an_ssh_host_key_is_reported_and_leaves_no_user(alone:
     assert "bosh_any" not in (alone.box.root / "etc/passwd").read_text()
 
 
-def test_sshd_runs_while_a_user_may_log_in(alone: Alone) -> None:
+def test_sshd_runs_only_while_an_operator_may_log_in(alone: Alone) -> None:
     key = alone.setup("bosh_one")["host_public_key"]
     assert alone.setup("bosh_two")["host_public_key"] == key
     assert len(alone.servers()) == 1
@@ -228,7 +228,7 @@ def test_ssh_session_outlives_the_server(alone: Alone) -> None:
 
 
 @pytest.mark.attack("an SSH user reads another operator's log archive")
-def test_log_archive_can_be_fetched_with_scp_as_the_cli_does(alone: Alone) -> None:
+def test_log_archive_can_be_fetched_with_scp_only_by_the_requesting_user(alone: Alone) -> None:
     key = alone.setup("bosh_cli")["host_public_key"]
     bundle = alone.agent(
         "from agent_shim.actions.logs import LogBundle, bundle_logs\n"
@@ -273,8 +273,8 @@ def test_sshd_admits_only_operators(alone: Alone, user: str) -> None:
 
 
 def _at_home(entry: list[str], user: str) -> list[str]:
-    """Return a line from passwd. If it is the line for ``user``, replace the home directory and the shell, so that the
-    user can log in.
+    """Return a line of /etc/passwd. If it is the line for ``user``, replace the home directory and the shell so that
+    the user can log in.
     """
     return [*entry[:5], f"/var/vcap/home/{user}", "/bin/bash"] if entry[0] == user else entry
 
@@ -301,7 +301,7 @@ def test_sshd_listens_on_the_configured_port(alone: Alone) -> None:
 
 
 @pytest.fixture
-def stranger(alone: Alone) -> Iterator[Callable[[str], None]]:
+def other_server(alone: Alone) -> Iterator[Callable[[str], None]]:
     """Provide a function that starts another server on port 22 of an address."""
     listening: list[subprocess.Popen[bytes]] = []
 
@@ -319,8 +319,8 @@ def stranger(alone: Alone) -> Iterator[Callable[[str], None]]:
         process.communicate()
 
 
-def test_ssh_server_in_the_image_is_used(alone: Alone, stranger: Callable[[str], None]) -> None:
-    stranger("0.0.0.0")
+def test_existing_ssh_server_is_used_and_left_running(alone: Alone, other_server: Callable[[str], None]) -> None:
+    other_server("0.0.0.0")
 
     assert alone.setup("bosh_any")["status"] == "success"
     assert alone.servers() == []
@@ -331,7 +331,7 @@ def test_ssh_server_in_the_image_is_used(alone: Alone, stranger: Callable[[str],
 @pytest.mark.attack("a job listens on the port for metrics or sshd")
 def test_job_listening_on_the_sshd_port_is_reported(alone: Alone) -> None:
     """Docker allows all users to listen on port 22. If the agent mistook a job for the SSH server, the operator would
-    get a wrong host key without an explanation.
+    get the wrong host key without an explanation.
     """
     code = (
         "import os, socket, time; os.setresuid(1234, 1234, 1234);"
@@ -343,7 +343,7 @@ def test_job_listening_on_the_sshd_port_is_reported(alone: Alone) -> None:
         assert job.stdout.readline() == b"up\n"
         error = alone.setup("bosh_any", port=2022)
     finally:
-        alone.box.run("pkill -KILL -U 1234")  # The job outlives the program that entered the machine.
+        alone.box.run("pkill -KILL -U 1234")  # Killing `job` would kill only nsenter.
         job.communicate()
 
     assert error == "Starting sshd: port 2022 is in use by a process of user 1234, which is not sshd; stop it"
@@ -364,12 +364,13 @@ def test_job_process_named_sshd_is_left_alone(alone: Alone) -> None:
 
         assert job.poll() is None
     finally:
-        alone.box.run("pkill -KILL -U 1234")  # The job outlives the program that entered the machine.
+        alone.box.run("pkill -KILL -U 1234")  # Killing `job` would kill only nsenter.
         job.communicate()
 
 
-def test_failed_sshd_is_reported_and_leaves_no_user(alone: Alone, stranger: Callable[[str], None]) -> None:
-    stranger("127.0.0.1")  # A server that clients outside cannot reach must not be mistaken for an existing SSH server.
+def test_failed_sshd_is_reported_and_leaves_no_user(alone: Alone, other_server: Callable[[str], None]) -> None:
+    # A server that cannot be reached from outside must not be mistaken for an existing SSH server.
+    other_server("127.0.0.1")
     error = alone.agent(
         "from agent_shim.services import sshd as module\n"
         "module.CONFIG += 'NoSuchOption yes\\n'\n"
@@ -427,7 +428,7 @@ def test_concurrent_ssh_requests_share_one_server(alone: Alone) -> None:
 
 
 def test_sshd_that_does_not_listen_is_stopped(alone: Alone) -> None:
-    """If such a server kept running, the next request would mistake it for a working one."""
+    """If a server that does not listen kept running, the next request would mistake it for a working one."""
     server = alone.key.with_name("deaf")
     server.write_text("#!/bin/sh\nexec sleep 4711\n")
     server.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Tests a takeover from Debian's monit to this agent and back, during which the jobs' processes keep running."""
+"""Tests the switch from Debian's monit to this agent and back, during which the jobs' processes keep running."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def test_takeover_uses_the_go_agents_stored_state(pod: PodInstance) -> Non
 
 
 def state_files(machine: Machine) -> dict[str, str]:
-    """Return the contents of the files below ``bosh`` that an agent writes, by relative path."""
+    """Return the contents of the files below ``bosh`` that an agent writes, keyed by relative path."""
     place = machine.vcap / "bosh"
     found = {str(path.relative_to(place)): path for path in place.rglob("*") if path.is_file()}
     config = {"agent.json", "warden-cpi-agent-env.json", "agent_shim.lock", "log/current"}

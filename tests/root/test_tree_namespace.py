@@ -79,17 +79,17 @@ def command(word: str, tree: Path, *words: str) -> subprocess.CompletedProcess[s
     return subprocess.run(argv, capture_output=True, text=True)
 
 
-def until(tree: Path, state: str) -> dict[str, object]:
-    """Wait until the job is in this phase and return its entry in the status."""
+def wait_for_phase(tree: Path, phase: str) -> dict[str, object]:
+    """Wait until the job is in ``phase``, and return its entry in the output of ``status --json``."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
         done = command("status", tree, "--json")
         found = json.loads(done.stdout)["processes"] if done.returncode == 0 else []
-        if found and found[0]["phase"] == state:
+        if found and found[0]["phase"] == phase:
             line: dict[str, object] = found[0]
             return line
         time.sleep(0.1)
-    raise AssertionError(f"the job is not {state}: {done}\n{(tree.parent / 'log').read_text()}")
+    raise AssertionError(f"the job is not {phase}: {done}\n{(tree.parent / 'log').read_text()}")
 
 
 @pytest.mark.parametrize("kind", PREFIXES)
@@ -97,7 +97,7 @@ def test_jobs_find_the_agents_base_directory_at_var_vcap(tmp_path: Path, kind: s
     before = listed()
     tmp_path.chmod(0o777)
     with agent(tmp_path, PREFIXES[kind]) as tree:
-        pid = until(tree, "running")["pid"]
+        pid = wait_for_phase(tree, "running")["pid"]
 
         assert (tree / "sys/run/web/web.pid").read_text().strip() == str(pid)
         assert "jobs that name /var/vcap" not in (tmp_path / "log").read_text()
@@ -113,14 +113,14 @@ def test_isolated_bpm_process_finds_its_job_at_var_vcap(tmp_path: Path) -> None:
     config = "processes: [{name: web, executable: /var/vcap/jobs/web/bin/run}]"
     run = "#!/bin/sh\necho here >/var/vcap/sys/log/web/own && exec sleep 1000\n"
     with agent(tmp_path, [], {"monit": monit, "config/bpm.yml": config, "bin/run": run}) as tree:
-        until(tree, "running")
+        wait_for_phase(tree, "running")
 
         assert (tree / "sys/log/web/own").read_text() == "here\n"
 
 
 def test_first_log_line_explains_why_there_is_no_mount_namespace(tmp_path: Path) -> None:
     with agent(tmp_path, ["unshare", "--user", "--map-root-user", "bash", "-c", NONE_LEFT, "bash"]) as tree:
-        until(tree, "down")
+        wait_for_phase(tree, "down")
         first = (tmp_path / "log").read_text().splitlines()[0]
 
     assert "jobs do not see the agent's directories at /var/vcap: cannot leave the mount namespace" in first

@@ -26,7 +26,7 @@ FIRST, SECOND, THIRD = (Authority(f"authority {number}") for number in range(3))
 
 @pytest.fixture(autouse=True)
 def place(box: Machine) -> Iterator[None]:
-    """Mount an empty directory for local CAs and create the CA bundle without them."""
+    """Mount an empty directory for local CAs, and create the CA bundle, which then contains no local CA."""
     box.run(f"mount -t tmpfs -o mode=0755 tmpfs /{PLACE} && {COMMAND} -f >/dev/null")
     yield
     box.run(f"umount /{PLACE}")
@@ -119,7 +119,7 @@ def test_new_container_installs_the_trusted_cas_again(box: Machine, inside: Insi
 
 @pytest.mark.parametrize("were", [[], [SECOND]])
 def test_interrupted_ca_installation_is_completed(box: Machine, inside: Inside, were: list[Authority]) -> None:
-    """The agent was killed after it had changed the certificate files, but before the command updated the bundle."""
+    """The agent was killed after it had changed the certificate files, but before it had updated the bundle."""
     inside(install(*were))
     box.run(f"rm -f /{PLACE}/*")
     if not were:

@@ -52,7 +52,7 @@ def groups_of(box: Machine, user: str) -> set[str]:
 
 
 def test_user_tools_in_a_test_machine_cannot_change_the_host(box: Machine) -> None:
-    """If they could, a test might remove users or files from the machine on which the tests run."""
+    """If the tools could change the host, a test might remove users or files from it."""
     homes = {line.split(":")[5] for line in (box.root / "etc/passwd").read_text().splitlines()}
 
     assert homes == {"/nonexistent", "/home/vcap"}
@@ -225,8 +225,8 @@ def test_vcap_keys_are_not_written_through_a_link(box: Machine, inside: Inside) 
 
 @pytest.mark.attack("an SSH user replaces the directory or file for SSH keys with a link, a FIFO or another directory")
 def test_operator_keys_are_not_written_through_a_link(box: Machine, inside: Inside) -> None:
-    """An operator whose user is set up a second time could have replaced the directory with a link to one of root's
-    directories or to another user's keys.
+    """Before a user is set up a second time, the operator may have replaced the .ssh directory with a link to one of
+    root's directories or to another user's keys.
     """
     inside(setup("bosh_sly"))
     as_sly = "setpriv --reuid=bosh_sly --regid=bosh_sly --clear-groups"
@@ -269,7 +269,7 @@ def test_user_that_stops_the_key_writer_delays_the_agent_only_briefly(box: Machi
     stopping = box.popen([*AS_VCAP, "setsid", sys.executable, "-S", "-c", KILLING.replace("9", "19")])
     try:
         box.run("until pgrep -u vcap >/dev/null; do sleep 0.02; done")
-        for _ in range(20):  # The writer may finish before the process has stopped it.
+        for _ in range(20):  # Retry, because the writer may finish before it is stopped.
             if error := inside(f"{USERS}await users.authorize_vcap(['ssh-rsa AAAA'])"):
                 break
     finally:
@@ -280,7 +280,7 @@ def test_user_that_stops_the_key_writer_delays_the_agent_only_briefly(box: Machi
 
 
 @pytest.mark.parametrize("keep_root", [True, False])
-def test_password_hash_is_in_the_shadow_file_but_in_no_process_argument(
+def test_password_is_set_for_vcap_and_root_unless_root_keeps_its_own(
     box: Machine, inside: Inside, keep_root: bool
 ) -> None:
     hashed = f"$6$salt$hash{keep_root}"
