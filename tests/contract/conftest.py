@@ -9,13 +9,13 @@ import pytest
 
 from tests.support.http import BlobServer, http_server
 from tests.support.world import LocalAgent
-from tests.support.world import world as made
+from tests.support.world import world as new_world
 
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[LocalAgent]:
-    async with made(tmp_path) as one:
-        yield one
+    async with new_world(tmp_path) as agent:
+        yield agent
 
 
 @pytest.fixture

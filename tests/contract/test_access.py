@@ -1,5 +1,6 @@
-"""``ssh`` requests (fact A3 on the protocol page) that can be tested without root, and trusted certificates in
-``update_settings`` (A7).
+"""Tests ``ssh`` requests that can be tested without root, and trusted certificates in ``update_settings``.
+
+Codes such as ``a3`` in test names are explained in tests/support/protocol_facts.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Replies and effects of the actions in a deploy. A1 to A26 in test names refer to facts on the protocol page."""
+"""Tests the replies and effects of the actions in a deploy.
+
+Codes such as ``a13`` in test names are explained in tests/support/protocol_facts.py.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from agent_shim.supervisor.monit.ast import JobFile
 from tests.support import jobs
 from tests.support.waiting import until
 from tests.support.world import LocalAgent
-from tests.support.world import world as made
+from tests.support.world import world as new_world
 
 
 def store_of(world: LocalAgent) -> Path:
@@ -96,7 +99,7 @@ async def test_a8_shutdown_is_answered_with_an_empty_string(world: LocalAgent) -
     assert world.asked == ["shut_down"]
 
 
-async def test_a9_prepare_installs_without_enabling_and_is_idempotent(world: LocalAgent) -> None:
+async def test_a9_prepare_installs_jobs_and_packages_without_enabling_them_and_is_idempotent(world: LocalAgent) -> None:
     wanted = jobs.spec(store_of(world), {"web": jobs.sleeper(world.paths, "web")}, {"tool": {"bin/tool": "x"}})
 
     assert await world.value("prepare", wanted) == "prepared"
@@ -132,7 +135,7 @@ async def test_a9_uploaded_templates_are_deleted_by_prepare_and_can_be_resent(wo
         assert not (world.paths.sensitive_blobs / blob_id).exists()
 
 
-async def test_a10_apply_without_configuration_hash_only_stores_the_spec(world: LocalAgent) -> None:
+async def test_a10_apply_without_a_configuration_hash_only_stores_the_spec(world: LocalAgent) -> None:
     await deployed(world, "web")
     partial = {
         "deployment": "dep",
@@ -151,7 +154,7 @@ async def test_a10_apply_without_configuration_hash_only_stores_the_spec(world: 
     assert texts == {"id": "instance-id", "az": "", "name": "", "deployment": "dep"}
 
 
-async def test_a10_apply_installs_links_and_removes_jobs_and_packages(world: LocalAgent) -> None:
+async def test_a10_apply_installs_new_jobs_and_packages_and_removes_old_ones(world: LocalAgent) -> None:
     await deployed(world, "web", "worker")
     gone = (world.paths.jobs / "worker").resolve()
 
@@ -281,7 +284,9 @@ async def test_a10_apply_forgets_processes_from_the_previous_spec(world: LocalAg
     assert [process["name"] for process in (await running(world))["processes"]] == ["other"]
 
 
-async def test_a11_too_large_monit_file_fails_only_its_job(world: LocalAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a11_monit_files_are_parsed_in_a_thread_and_an_oversized_one_fails_only_its_job(
+    world: LocalAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Monit files are parsed in a thread, because parsing a megabyte would block the event loop for seconds."""
     threads = set()
 
@@ -354,7 +359,7 @@ async def test_a12_stop_without_jobs_succeeds(world: LocalAgent) -> None:
     assert await world.value("stop", protocol=0) == "stopped"
 
 
-async def test_a13_drain_accepts_shutdown_and_update_but_not_status(world: LocalAgent) -> None:
+async def test_a13_drain_announces_shutdowns_and_rejects_invalid_requests(world: LocalAgent) -> None:
     assert await world.value("drain", "shutdown") == 0
     assert world.asked == ["announce_shutdown"]
     assert await world.value("drain", "shutdown", {}) == 0
@@ -365,7 +370,7 @@ async def test_a13_drain_accepts_shutdown_and_update_but_not_status(world: Local
     assert "explode" in await world.error("drain", "explode", {})
 
 
-async def test_a13_drain_scripts_get_arguments_and_may_request_more_time(world: LocalAgent) -> None:
+async def test_a13_drain_scripts_get_arguments_and_environment_and_may_request_more_time(world: LocalAgent) -> None:
     trace = world.paths.base / "trace"
     drain = f"""#!/bin/sh
 echo "$@ | $BOSH_JOB_STATE | $BOSH_JOB_NEXT_STATE | $PATH $(pwd) $(nice)" >> {trace}
@@ -423,11 +428,13 @@ async def test_a14_scripts_get_their_environment_and_append_to_the_job_logs(worl
     assert not (world.paths.log / "worker/pre-start.stdout.log").exists()
 
 
-async def test_a14_scripts_inherit_no_variables_from_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a14_scripts_inherit_all_variables_except_those_meant_for_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     monkeypatch.setenv("AGENT_SHIM_GRACE", "7")
     monkeypatch.setenv("INHERITED", "yes")
-    async with made(tmp_path) as world:
+    async with new_world(tmp_path) as world:
         await deployed(world, web={"bin/pre-start": "#!/bin/sh\nenv\n"})
         assert await world.value("run_script", "pre-start", {}) == {}
         seen = (world.paths.log / "web/pre-start.stdout.log").read_text().splitlines()
@@ -465,19 +472,19 @@ async def test_a15_errand_runs_the_first_or_the_named_job(world: LocalAgent) -> 
     assert (await world.error("run_errand", "nope")).endswith("result: Could not find errand nope")
 
 
-async def test_a15_errand_without_jobs_is_an_error(world: LocalAgent) -> None:
+async def test_a15_errand_fails_without_jobs(world: LocalAgent) -> None:
     assert (await world.error("run_errand")).endswith("At least one job template is required to run an errand")
     assert (await world.error("run_errand", "")).endswith(" result: Could not find errand ")
 
 
-async def test_a15_errand_is_an_error_if_the_spec_has_no_template_name(world: LocalAgent) -> None:
+async def test_a15_errand_without_a_name_fails_if_the_spec_has_no_job_template_field(world: LocalAgent) -> None:
     """The bosh CLI sends such a spec in create-env."""
     await world.value("apply", {"job": {"templates": [{"name": "web", "version": "1"}]}})
 
     assert (await world.error("run_errand")).endswith("At least one job template is required to run an errand")
 
 
-async def test_a15_errand_that_cannot_start_is_an_error(world: LocalAgent) -> None:
+async def test_a15_errand_that_cannot_start_is_reported_and_leaves_no_file(world: LocalAgent) -> None:
     await deployed(world, "web")
 
     path = world.paths.jobs / "web/bin/run"
@@ -497,7 +504,7 @@ async def test_a15_large_errand_output_is_truncated_to_fit_a_reply(world: LocalA
     assert result["stdout"].endswith("the end\n")
 
 
-async def test_a18_upload_accepts_line_breaks_and_rejects_a_wrong_checksum(world: LocalAgent) -> None:
+async def test_a18_upload_accepts_multiline_base64_and_rejects_corrupted_payloads(world: LocalAgent) -> None:
     content = os.urandom(200)
     upload = {
         "blob_id": "b-1",
@@ -523,7 +530,7 @@ async def test_a18_upload_rejects_blob_ids_that_are_not_file_names(world: LocalA
     assert "exception" in await world.run("upload_blob", upload)
 
 
-async def test_a19_list_disk_without_disks_is_empty(world: LocalAgent) -> None:
+async def test_a19_list_disk_returns_an_empty_list_without_disks(world: LocalAgent) -> None:
     assert await world.call("list_disk", protocol=0) == {"value": []}
     assert await world.value("list_disk") == []
 

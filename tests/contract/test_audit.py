@@ -1,6 +1,4 @@
-"""The audit log has a line for each request with the caller, method, outcome and duration, as docs/logs.md
-describes.
-"""
+"""Tests the audit log, which records the caller, method, outcome and duration of each request (docs/logs.md)."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ async def test_audit_logs_a_request_that_is_answered_immediately(
 async def test_audit_logs_a_task_when_accepted_and_when_finished(
     world: LocalAgent, lines: list[dict[str, Any]]
 ) -> None:
-    """Both lines contain the task id, so that they can be correlated."""
+    """Both lines contain the task id so that they can be correlated."""
     reply = await world.call("run_errand", "nope")
     task_id = reply["value"]["agent_task_id"]
     await world.run("get_task", task_id)
@@ -114,7 +112,7 @@ async def test_audit_logs_the_reason_for_an_interrupted_task(
 
 
 @pytest.mark.attack("a reader finds arguments, values or signed URLs in an audit record or an error")
-async def test_audit_contains_no_arguments_results_or_exception_texts(
+async def test_audit_contains_no_arguments_results_or_exception_messages(
     world: LocalAgent, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Any value in a request, even in a disk hint, may be a secret."""

@@ -1,4 +1,4 @@
-"""The ``bpm`` command, called as release scripts call it."""
+"""Tests the ``bpm`` command, called as release scripts call it."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ async def test_bpm_command_stop_succeeds_for_an_unknown_process(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("spelling", ["-p worker web", "web -pworker", "web -p=worker", "web --process worker"])
-async def test_bpm_command_parses_flags_like_bpm(tmp_path: Path, spelling: str) -> None:
+async def test_bpm_command_accepts_every_spelling_of_the_process_flag(tmp_path: Path, spelling: str) -> None:
     async with machine(tmp_path) as found:
         deploy(tmp_path, "exec sleep 600")
         config = tmp_path / "vcap/jobs/web/config/bpm.yml"
@@ -244,7 +244,7 @@ async def test_bpm_command_run_escapes_output_for_a_terminal(tmp_path: Path, ter
 
 
 @pytest.mark.attack("text from a job sends control sequences to an operator's terminal")
-async def test_bpm_command_escapes_lists_and_errors(tmp_path: Path) -> None:
+async def test_bpm_command_list_escapes_output_and_errors_for_a_terminal(tmp_path: Path) -> None:
     """Names and values in a bpm.yml come from a release and may contain control characters, which must not reach a
     terminal.
     """
@@ -271,7 +271,7 @@ async def test_bpm_command_trace_covers_the_process_and_its_descendants(tmp_path
         deploy(tmp_path, "sleep 600 & exec sleep 600")
         assert (await bpm(found, "start web"))[0] == 0
         top = int((await bpm(found, "pid web"))[1])
-        # Wait until all three processes run: the init, the script and its child.
+        # Wait until all three processes are running: the init process, the script and its child.
         await until(lambda: len(proc.descent(proc.children(proc.table()), [top])) == 3)
         below = sorted(proc.descent(proc.children(proc.table()), [top]) - {top})
         strace = tmp_path / "strace"

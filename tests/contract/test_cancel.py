@@ -1,4 +1,4 @@
-"""Cancelling an errand or a drain also terminates every process that it has started."""
+"""If an errand or a drain is cancelled, every process that it started is terminated too."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FAMILY = "#!/bin/sh\nsh -c 'sleep 600; sleep 600' & sleep 600 & echo $! >{starte
 
 @pytest.fixture
 def started(world: LocalAgent) -> Path:
-    """Return the file to which a script writes the pid of a process that it has started."""
+    """Return the file to which a test's script writes a pid."""
     return world.paths.base / "started"
 
 
 async def deployed(world: LocalAgent, **scripts: str) -> None:
-    """Apply a ``web`` job with only these scripts."""
+    """Apply a ``web`` job whose only files are ``scripts`` and an empty monit file."""
     store = Path(world.agent.settings.current.blobstore.options["blobstore_path"])
     files = {f"bin/{name.replace('_', '-')}": text for name, text in scripts.items()}
     assert await world.value("apply", jobs.spec(store, {"web": {"monit": "", **files}})) == "applied"
@@ -61,8 +61,8 @@ async def test_a13_cancelling_a_drain_terminates_all_its_processes(world: LocalA
 
 @pytest.mark.parametrize("seconds", ["600", "-600", "-999999999999999999"])
 async def test_a13_cancelled_drain_stops_waiting(world: LocalAgent, started: Path, seconds: str) -> None:
-    """A drain script prints how many seconds to wait. A negative number also asks the agent to run the script again.
-    This must not happen after a cancellation.
+    """A drain script prints how many seconds the agent must wait. If the number is negative, the agent then runs the
+    script again. After a cancellation, the agent must do neither.
     """
     await deployed(world, drain=f"#!/bin/sh\necho $$ >{started}; echo {seconds}\n")
     task_id = await task_of(world.call("drain", "shutdown"))
@@ -72,7 +72,7 @@ async def test_a13_cancelled_drain_stops_waiting(world: LocalAgent, started: Pat
     assert await cancelled(world, task_id) == 0
 
 
-async def test_e10_errand_that_is_cancelled_in_the_queue_never_runs(world: LocalAgent, started: Path) -> None:
+async def test_e10_errand_cancelled_while_queued_never_runs(world: LocalAgent, started: Path) -> None:
     begun, gate = started.with_name("begun"), started.with_name("gate")
     pre_start = f"#!/bin/sh\necho $$ >{started}; until [ -e {gate} ]; do sleep 0.02; done\n"
     await deployed(world, run=f"#!/bin/sh\necho $$ >>{begun}\n", pre_start=pre_start)

@@ -1,4 +1,7 @@
-"""Replies and effects of compile requests. A16 and A17 in test names refer to facts on the protocol page."""
+"""Tests the replies and effects of compile requests.
+
+The codes ``a16`` and ``a17`` in test names are explained in tests/support/protocol_facts.py.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def dependency(world: LocalAgent, name: str, version: str = "1", **files: str) -
 
 
 def members(content: bytes) -> dict[str, bytes | None]:
-    """Return the content of each entry in an archive by name, or None for an entry that is not a file."""
+    """Map the name of each entry in an archive to its content, or to None if the entry is not a file."""
     with tarfile.open(fileobj=io.BytesIO(content)) as packed:
         return {
             member.name: file.read() if (file := packed.extractfile(member)) else None for member in packed.getmembers()
@@ -223,7 +226,7 @@ async def test_a17_compile_uses_signed_urls_and_headers_to_download_and_upload(
 
 
 async def failed(world: LocalAgent, *arguments: Any) -> str:
-    """Try to compile a package ``p``. This must fail. Return the error without its constant prefix."""
+    """Compile the package ``p``, and check that this fails. Return the error without its constant prefix."""
     text = await world.error("compile_package", *arguments)
     found = re.fullmatch(r"Action Failed get_task: Task \S+ result: Compiling package p: (.*)", text, re.DOTALL)
     assert found is not None, text
@@ -264,7 +267,7 @@ async def test_a16_long_packaging_output_is_truncated_at_a_line_boundary(world: 
         ({"version": ""}, "cannot install the package p: it has no version"),
     ],
 )
-async def test_a16_compile_package_reports_missing_blobs_wrong_digests_and_invalid_names(
+async def test_a16_compile_reports_missing_blobs_wrong_digests_and_invalid_names_or_versions(
     world: LocalAgent, change: dict[str, str], text: str | None
 ) -> None:
     blob_id, digest = source(world, "")
@@ -376,9 +379,7 @@ async def test_compilation_works_after_applying_a_spec_without_jobs(world: Local
 
 
 async def begun(world: LocalAgent, packaging: str) -> tuple[str, int]:
-    """Start a compilation whose script waits. Return its task id and the pid of a process that the script has
-    started.
-    """
+    """Start a compilation whose script waits. Return its task id and the pid of a process that the script started."""
     started = world.paths.base / "started"
     reply = await world.call("compile_package", *source(world, packaging.format(started)), "p", "1", {})
     assert is_running(reply)

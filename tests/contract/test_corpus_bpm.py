@@ -25,7 +25,7 @@ def test_corpus_bpm_files_get_the_expected_verdict(
         assert errors.startswith(f"cannot read {entry.path}: line ")
 
 
-def test_each_corpus_bpm_process_has_a_valid_executable() -> None:
+def test_every_process_in_the_bpm_corpus_has_a_name_and_an_executable() -> None:
     files = [config.parse(entry.text, origin=entry.file) for entry in ENTRIES if entry.is_accepted]
     processes = [process for file in files for process in file.processes]
 

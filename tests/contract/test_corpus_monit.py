@@ -17,7 +17,7 @@ ACCEPTED = [entry for entry in ENTRIES if entry.is_accepted]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_corpus_monit_files_get_the_same_verdict_as_from_monit(
+def test_check_command_agrees_with_monit_on_corpus_files(
     entry: corpus.CorpusEntry, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verdict = check.main([entry.path], "monit")
@@ -31,20 +31,20 @@ def test_corpus_monit_files_get_the_same_verdict_as_from_monit(
 
 
 @pytest.mark.parametrize("entry", ACCEPTED, ids=str)
-def test_rendered_corpus_monit_file_is_equivalent(entry: corpus.CorpusEntry) -> None:
+def test_rendered_corpus_monit_file_is_equivalent_to_the_original(entry: corpus.CorpusEntry) -> None:
     file = parser.parse(entry.text, origin=entry.file)
 
     rendered = monit_render.render(file)
 
     assert parser.parse(rendered, origin="rendered") == file
-    # Plans with a missing dependency are not compared, because its line number differs in the rendered file.
+    # Plans with a missing dependency are not compared, because they contain its line number, which rendering changes.
     if "stub-dep" not in entry.verdict:
         assert plan([JobFile("job", "", rendered)]) == plan([JobFile("job", "", entry.text)])
 
 
 @pytest.mark.parametrize("entry", ACCEPTED, ids=str)
-def test_corpus_monit_files_depend_only_on_existing_services_or_other_jobs(entry: corpus.CorpusEntry) -> None:
-    """Only files with a "stub-dep" verdict in the index depend on services that are not in the file."""
+def test_corpus_monit_files_have_no_problems_except_known_missing_dependencies(entry: corpus.CorpusEntry) -> None:
+    """A "stub-dep" verdict in the corpus index means that the file depends on a service in another job."""
     problems = parser.problems([parser.parse(entry.text, origin=entry.file)])
 
     assert {problem.kind for problem in problems} == ({"missing"} if "stub-dep" in entry.verdict else set())

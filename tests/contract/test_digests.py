@@ -1,4 +1,7 @@
-"""Digest formats (facts D1 to D7 on the protocol page), tested with ``upload_blob``, which needs no blobstore."""
+"""Tests digest formats with ``upload_blob``, which needs no blobstore.
+
+The codes ``d1`` to ``d7`` in test names are explained in tests/support/protocol_facts.py.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ ARGUMENT = "Extracting method arguments from payload: Unmarshalling action argum
 
 
 async def refused(world: LocalAgent, checksum: str | None) -> str:
-    """Upload a blob with this digest. Return the error if it is rejected, or "" if it is accepted."""
+    """Upload a blob with the digest ``checksum``. Return the error if it is rejected, or "" if it is accepted."""
     upload = {"blob_id": "b", "checksum": checksum, "payload": base64.b64encode(CONTENT).decode()}
     reply = await world.run("upload_blob", upload)
     kept = world.paths.sensitive_blobs / "b"
@@ -28,7 +31,7 @@ async def refused(world: LocalAgent, checksum: str | None) -> str:
     return text.partition(" result: ")[2].removeprefix(ARGUMENT)
 
 
-async def test_d1_digest_without_an_algorithm_is_a_sha1(world: LocalAgent) -> None:
+async def test_d1_digest_without_an_algorithm_is_treated_as_sha1(world: LocalAgent) -> None:
     for wrong in (WRONG, SHA1.upper()):
         assert await refused(world, wrong) == (
             f"Payload corrupted. Checksum mismatch. Expected '{wrong}': "
@@ -97,7 +100,9 @@ async def test_apply_rejects_a_package_without_a_digest(world: LocalAgent) -> No
     assert error.endswith("Persisting apply spec: package nginx: no digests have been provided")
 
 
-async def test_templates_without_id_and_digest_cause_the_same_error_as_in_the_go_agent(world: LocalAgent) -> None:
+async def test_templates_archive_without_id_and_digest_is_accepted_and_stored_with_a_null_digest(
+    world: LocalAgent,
+) -> None:
     assert await world.value("apply", {"rendered_templates_archive": {"sha1": "", "blobstore_id": ""}}) == "applied"
 
     stored = (await world.value("get_state"))["rendered_templates_archive"]

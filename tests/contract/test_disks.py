@@ -1,7 +1,7 @@
-"""Replies that the disk actions send to the Director and the CLI (facts A19 to A24), with directories as volumes.
+"""Tests the replies of the disk actions, with directories as volumes.
 
-Each volume is symlinked to its mount point instead of being mounted, so that no test changes the machine's mounts.
-``tests/root`` tests real file systems.
+Each mount point is a symlink to its volume, so that no test changes the machine's mounts. ``tests/root`` tests real
+mounts. Codes such as ``a20`` in test names are explained in tests/support/protocol_facts.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ async def test_a19_list_disk_replies_immediately_or_as_a_task_depending_on_the_p
     assert await world.value("list_disk") == ["disk-a"]
 
 
-async def test_a20_mount_disk_uses_the_store_and_then_the_migration_target(world: LocalAgent) -> None:
+async def test_a20_first_disk_is_mounted_on_the_store_and_the_second_on_the_migration_target(world: LocalAgent) -> None:
     first = await mounted(world, "disk-a")
     assert world.paths.store.resolve() == first
     assert world.paths.managed_disk.read_text() == "disk-a"
@@ -57,7 +57,7 @@ async def test_a20_mount_disk_uses_the_store_and_then_the_migration_target(world
     assert (world.paths.store.resolve(), world.paths.store_migration_target.resolve()) == (first, second)
 
 
-async def test_a21_unmount_disk_reply_names_the_disk(world: LocalAgent) -> None:
+async def test_a21_unmount_disk_reply_says_whether_the_disk_was_mounted(world: LocalAgent) -> None:
     await mounted(world, "disk-a")
 
     assert (await world.value("unmount_disk", "disk-a"))["message"].startswith("Unmounted partition of {ID:disk-a ")
@@ -162,7 +162,7 @@ async def test_a23_removing_a_missing_disk_hint_succeeds(world: LocalAgent) -> N
     assert "disk-a" not in json.loads(world.paths.disk_hints.read_bytes())
 
 
-async def test_a24_dynamic_disk_is_linked_as_a_task_and_unlinked_immediately(world: LocalAgent) -> None:
+async def test_a24_dynamic_disk_is_linked_by_a_task_and_unlinked_immediately(world: LocalAgent) -> None:
     hint = volume(world, "disk-d")
     link = world.paths.dynamic_disks / "disk-d"
 

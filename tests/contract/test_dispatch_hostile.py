@@ -1,5 +1,5 @@
-"""A hostile value anywhere in an action's arguments causes one error and no change, and the agent keeps
-answering.
+"""Tests requests with a hostile value in their arguments. If the agent rejects such a request, it reports a short error
+and changes nothing. Either way, it keeps answering.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def arguments(world: LocalAgent) -> dict[str, list[Any]]:
 
 
 def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of keys and indices to each value inside ``value``."""
+    """Yield the path to each value inside ``value``, as a tuple of keys and indices."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, member in inner:
         yield (*way, key)
@@ -122,7 +122,7 @@ def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(value: Any, way: tuple[Any, ...], new: Any) -> Any:
-    """Return a copy in which the value at path ``way`` is replaced."""
+    """Return a copy in which the value at path ``way`` is replaced with ``new``."""
     made = copy.deepcopy(value)
     *above, last = way
     at = made
@@ -160,7 +160,7 @@ def test_hostile_arguments_are_defined_for_each_action(world: LocalAgent) -> Non
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=[pytest.mark.slow] * (name in WORKING)) for name in sorted(ACTIONS)]
 )
-async def test_hostile_arguments_cause_an_error_and_no_change(world: LocalAgent, method: str) -> None:
+async def test_rejected_hostile_arguments_get_a_short_error_and_change_nothing(world: LocalAgent, method: str) -> None:
     valid = arguments(world)[method]
     outside, before = sorted(world.paths.base.parent.iterdir()), tree(world)
     findings = []

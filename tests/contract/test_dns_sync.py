@@ -1,4 +1,4 @@
-"""``sync_dns`` and ``sync_dns_with_signed_url``, which the protocol page describes as facts A26 and A27."""
+"""Tests the ``sync_dns`` (``a26``) and ``sync_dns_with_signed_url`` (``a27``) actions."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_a27_dns_sync_with_a_wrong_version_or_digest_changes_nothing(
 
 
 @pytest.mark.slow
-async def test_a27_unavailable_dns_url_is_reported_without_signature_after_three_attempts(
+async def test_a27_unavailable_signed_url_is_reported_without_its_signature_after_three_attempts(
     world: LocalAgent, server: BlobServer
 ) -> None:
     server.plan = ["500"] * 3
@@ -95,13 +95,13 @@ async def test_a27_unavailable_dns_url_is_reported_without_signature_after_three
         ({"multi_digest": "00"}, "Both signedURL and blobID are blank which is invalid"),
     ],
 )
-async def test_a27_incomplete_dns_sync_request_is_an_error(world: LocalAgent, request_: Any, why: str) -> None:
+async def test_a27_incomplete_dns_sync_request_is_rejected(world: LocalAgent, request_: Any, why: str) -> None:
     error = await world.error("sync_dns_with_signed_url", request_)
 
     assert error.startswith(f"Action Failed sync_dns_with_signed_url: fetching new DNS records: {why}")
 
 
-async def test_a26_dns_sync_with_a_missing_blob_is_an_error(world: LocalAgent) -> None:
+async def test_a26_dns_sync_with_a_missing_blob_fails(world: LocalAgent) -> None:
     error = await world.error("sync_dns", "no-such-blob", "00", 7)
 
     assert error.startswith("Action Failed sync_dns: getting no-such-blob from blobstore: Getting blob from inner ")

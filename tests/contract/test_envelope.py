@@ -1,4 +1,7 @@
-"""The message envelope's format and error texts. Codes such as T5 and E11 refer to facts on the protocol page."""
+"""Tests the message envelope's format and error messages.
+
+Codes such as ``t5`` and ``e11`` in test names are explained in tests/support/protocol_facts.py.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ UUID = re.compile(r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
     ],
     ids=["cut", "protocol", "reply_to", "deep"],
 )
-async def test_t5_undecodable_message_is_dropped_and_counted(world: LocalAgent, request_bytes: bytes) -> None:
+async def test_t5_undecodable_message_is_dropped_without_stopping_the_agent(
+    world: LocalAgent, request_bytes: bytes
+) -> None:
     assert await world.dispatcher.handle(request_bytes) is None
     assert await world.call("ping") == {"value": "pong"}
 
@@ -70,7 +75,7 @@ async def test_t6_oversized_value_is_replaced_with_an_exception(world: LocalAgen
     assert await world.call("get_state") == {"exception": {"message": "Response exceeded maximum allowed length"}}
 
 
-async def test_t8_concurrent_tasks_get_ids_and_run_one_after_the_other(world: LocalAgent) -> None:
+async def test_t8_concurrent_tasks_get_unique_ids_and_all_finish(world: LocalAgent) -> None:
     replies = await asyncio.gather(*(world.call("run_script", "nothing", {}) for _ in range(10)))
 
     ids = [reply["value"]["agent_task_id"] for reply in replies]
@@ -150,14 +155,14 @@ async def test_e7_member_names_are_case_insensitive_and_unknown_members_are_igno
     assert [await world.run("get_task", task_id) for task_id in ids] == [{"value": {}}] * 3
 
 
-async def test_e7_null_argument_list_is_empty(world: LocalAgent) -> None:
+async def test_e7_null_or_missing_argument_list_counts_as_empty(world: LocalAgent) -> None:
     assert await world.raw({"method": "ping", "arguments": None}) == {"value": "pong"}
     assert (
         "Not enough arguments, expected 1, got 0" in (await world.raw({"method": "get_task"}))["exception"]["message"]
     )
 
 
-async def test_e7_null_argument_is_a_zero_value(world: LocalAgent) -> None:
+async def test_e7_null_argument_is_treated_as_the_zero_value(world: LocalAgent) -> None:
     assert await world.value("get_state", None) == await world.value("get_state")
     assert "Task with id  could not be found" in await world.error("get_task", None)
 

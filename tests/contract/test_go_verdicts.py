@@ -39,7 +39,7 @@ def test_settings_that_the_go_agent_accepts_are_accepted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", verdicts.TABLE["requests"])
-def test_requests_are_dropped_rejected_and_parsed_as_in_the_go_agent(name: str) -> None:
+def test_requests_are_dropped_rejected_or_accepted_as_in_the_go_agent(name: str) -> None:
     differing = [
         f"{words}: {answer} and not {verdict}"
         for words, document, verdict in verdicts.cases("requests", name)
@@ -50,11 +50,11 @@ def test_requests_are_dropped_rejected_and_parsed_as_in_the_go_agent(name: str) 
 
 
 @pytest.mark.parametrize(("text", "verdict"), verdicts.TABLE["bytes"])
-def test_barely_valid_json_is_decoded_as_in_go(text: str, verdict: str) -> None:
+def test_unusual_json_is_accepted_or_dropped_as_in_the_go_agent(text: str, verdict: str) -> None:
     assert _answer(text.encode("latin-1")) == verdict
 
 
-def test_invalid_utf_8_is_replaced_as_in_go() -> None:
+def test_invalid_utf_8_is_replaced_as_in_the_go_agent() -> None:
     request = wire.decode_request(b'{"method":"get_task","arguments":["a\xe2\x82b","\\ud800\\\\ud800\\ud83d\\ude00"]}')
 
     assert request.arguments == ["a\ufffd\ufffdb", "\ufffd\\ud800\U0001f600"]

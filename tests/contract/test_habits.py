@@ -15,7 +15,7 @@ JOBS = {
 }
 
 
-def test_release_pattern_corpus_has_at_least_twenty_monit_files() -> None:
+def test_release_tests_contain_at_least_twenty_monit_files() -> None:
     assert len(JOBS) >= 20
 
 

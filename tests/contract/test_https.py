@@ -1,4 +1,7 @@
-"""The agent's HTTPS endpoint for the bosh CLI, over a real socket. T9 and T10 are facts on the protocol page."""
+"""Tests the agent's HTTPS endpoint for the bosh CLI over a real socket.
+
+The codes ``t9`` and ``t10`` in test names are explained in tests/support/protocol_facts.py.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,7 @@ async def test_t9_unsupported_http_methods_get_404(cli: AgentClient, method: str
 
 
 @pytest.mark.parametrize("path", ["/", "/agent/", "/agents", "/blob", "/x?y=/agent"])
-async def test_t9_unknown_paths_get_404_without_a_password(cli: AgentClient, path: str) -> None:
+async def test_t9_unknown_paths_get_404_even_without_a_password(cli: AgentClient, path: str) -> None:
     answer = await cli.send("GET", path, auth="")
 
     assert (answer.status, answer.body) == (404, b"404 page not found\n")
@@ -153,7 +156,9 @@ async def test_t9_blob_id_that_is_not_a_plain_name_is_rejected(
 
 
 @pytest.mark.attack("a request passes a path or an option as the name of a blob, a blobstore provider or an agent")
-async def test_t9_symlink_is_not_served_as_a_blob(cli: AgentClient, world: LocalAgent) -> None:
+async def test_t9_symlink_is_not_served_as_a_blob_and_an_upload_replaces_it(
+    cli: AgentClient, world: LocalAgent
+) -> None:
     (world.paths.blobs / "link").symlink_to("/etc/passwd")
 
     assert (await cli.get_blob("link")).status == 500
@@ -190,7 +195,7 @@ async def test_t9_tls_1_3_and_http_1_1_are_negotiated(bus: HttpsBus) -> None:
         assert (talk.version(), talk.selected_alpn_protocol()) == ("TLSv1.3", "http/1.1")
 
 
-async def test_t10_missing_protocol_counts_as_0(cli: AgentClient) -> None:
+async def test_t10_missing_protocol_counts_as_protocol_0(cli: AgentClient) -> None:
     assert await cli.value("list_disk") == []
     assert await cli.run("stop") == "stopped"
 

@@ -1,5 +1,5 @@
-"""Requests for logs: ``bundle_logs`` and ``remove_file`` (A4), ``fetch_logs`` (A5), and ``fetch_logs_with_signed_url``
-(A6). The codes are from docs/protocol.md.
+"""Tests requests for logs: ``bundle_logs`` and ``remove_file`` (``a4`` in test names), ``fetch_logs`` (``a5``), and
+``fetch_logs_with_signed_url`` (``a6``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agent_shim.services.logs import archives
 from tests.contract.test_actions import store_of
 from tests.support.http import http_server
 from tests.support.world import LocalAgent, is_running
-from tests.support.world import world as made
+from tests.support.world import world as new_world
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def trees(world: LocalAgent) -> None:
 
 
 def unpacked(data: bytes) -> dict[str, str]:
-    """Return the contents of an archive by file name."""
+    """Map the name of each file in an archive to its content."""
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as tar:
         return {m.name: content.read().decode() for m in tar if (content := tar.extractfile(m)) is not None}
 
@@ -76,7 +76,7 @@ SYSTEM = {"./var/log/syslog", "./var/log/audit/audit.log"}
 @pytest.mark.parametrize(
     ("kinds", "names"), [("job", JOB), ("agent", AGENT), ("system", SYSTEM), ("agent,job,system", JOB | AGENT | SYSTEM)]
 )
-async def test_a5_fetch_logs_packs_each_kind_without_filters(
+async def test_a5_fetch_logs_packs_every_log_of_the_requested_kinds(
     world: LocalAgent, kinds: str, names: set[str], filters: Any
 ) -> None:
     assert set(await fetched(world, kinds, filters)) == names
@@ -129,7 +129,7 @@ async def test_a5_invalid_log_filter_is_reported(world: LocalAgent) -> None:
     assert scratch(world) == []
 
 
-async def test_a5_missing_logs_give_an_empty_archive(world: LocalAgent) -> None:
+async def test_a5_missing_log_directory_gives_an_empty_archive(world: LocalAgent) -> None:
     (world.paths.system_log / "syslog").unlink()
     (world.paths.system_log / "audit/audit.log").unlink()
     (world.paths.system_log / "audit").rmdir()
@@ -164,7 +164,7 @@ async def test_a5_failed_log_upload_is_reported_and_leaves_no_file(world: LocalA
     assert scratch(world) == []
 
 
-async def test_a6_logs_are_uploaded_to_a_signed_url_with_its_headers(world: LocalAgent) -> None:
+async def test_a6_logs_are_uploaded_to_a_signed_url_with_the_requested_headers(world: LocalAgent) -> None:
     async with http_server() as server:
         request = {
             "signed_url": f"{server.url}/signed/ab/id?st=secret&ts=1",
@@ -186,7 +186,7 @@ async def test_a6_logs_are_uploaded_to_a_signed_url_with_its_headers(world: Loca
     assert scratch(world) == []
 
 
-async def test_a6_rejected_log_upload_is_reported_without_its_signature(world: LocalAgent) -> None:
+async def test_a6_rejected_log_upload_is_reported_without_the_url_signature(world: LocalAgent) -> None:
     async with http_server() as server:
         server.plan.append("403")
         request = {"signed_url": f"{server.url}/id?st=secret", "log_type": "job"}
@@ -196,7 +196,7 @@ async def test_a6_rejected_log_upload_is_reported_without_its_signature(world: L
     assert scratch(world) == []
 
 
-async def test_a4_log_bundle_stays_until_it_is_removed(world: LocalAgent) -> None:
+async def test_a4_log_bundle_is_kept_until_it_is_removed(world: LocalAgent) -> None:
     value = (await world.call("bundle_logs", {"log_type": "job,agent", "filters": ["both"]}))["value"]
     path = Path(value["logs_tar_path"])
     data = path.read_bytes()
@@ -235,7 +235,7 @@ async def test_a4_log_bundle_belongs_to_the_requested_user(world: LocalAgent, ow
 
 @pytest.mark.root
 @pytest.mark.parametrize("user", ["bosh_nosuch", "bosh\0"])
-async def test_a4_log_bundle_for_an_unknown_user_is_removed(world: LocalAgent, user: str) -> None:
+async def test_a4_log_bundle_for_an_unknown_user_fails_and_leaves_no_file(world: LocalAgent, user: str) -> None:
     error = await world.error("bundle_logs", {"owning_user": user, "log_type": "job"})
 
     assert error.startswith("Action Failed bundle_logs: cannot give ")
@@ -243,7 +243,7 @@ async def test_a4_log_bundle_for_an_unknown_user_is_removed(world: LocalAgent, u
     assert scratch(world) == []
 
 
-async def test_a4_unfetched_log_bundle_is_removed_after_a_day(world: LocalAgent) -> None:
+async def test_a4_creating_a_log_bundle_removes_day_old_and_unfinished_ones(world: LocalAgent) -> None:
     paths = [Path((await world.value("bundle_logs", {"log_type": "job"}))["logs_tar_path"]) for _ in range(2)]
     old = paths[0].stat().st_mtime - UNIX_DAY - 1
     os.utime(paths[0], (old, old))
@@ -255,10 +255,10 @@ async def test_a4_unfetched_log_bundle_is_removed_after_a_day(world: LocalAgent)
     assert set(world.paths.bundled_logs.iterdir()) == {paths[1], last}
 
 
-async def test_a4_log_bundles_are_created_one_by_one_without_delaying_requests(tmp_path: Path) -> None:
+async def test_a4_log_bundles_are_created_one_at_a_time_without_delaying_other_requests(tmp_path: Path) -> None:
     packing, gate, most = 0, asyncio.Event(), 0
 
-    async def work(request: protocol.Request, **_: object) -> protocol.Done:
+    async def execute(request: protocol.Request, **_: object) -> protocol.Done:
         nonlocal packing, most
         packing += 1
         most = max(most, packing)
@@ -268,7 +268,7 @@ async def test_a4_log_bundles_are_created_one_by_one_without_delaying_requests(t
         finally:
             packing -= 1
 
-    async with made(tmp_path / "w", work=work) as world, asyncio.timeout(60):
+    async with new_world(tmp_path / "w", execute=execute) as world, asyncio.timeout(60):
         bundles = [asyncio.create_task(world.call("bundle_logs", {"log_type": "job"})) for _ in range(3)]
         assert await world.call("ping") == {"value": "pong"}
         assert is_running(await world.call("run_script", "none", {}))
@@ -280,7 +280,7 @@ async def test_a4_log_bundles_are_created_one_by_one_without_delaying_requests(t
     assert most == 1
 
 
-async def test_a4_remove_file_removes_a_temporary_file(world: LocalAgent) -> None:
+async def test_a4_remove_file_removes_temporary_files_and_links_but_not_link_targets(world: LocalAgent) -> None:
     left, target, link = world.paths.tmp / "left", world.paths.base / "target", world.paths.tmp / "link"
     left.write_text("x")
     target.write_text("x")
@@ -322,7 +322,7 @@ async def test_a4_remove_file_removes_nothing_outside_the_temporary_directory(wo
 
 
 @pytest.mark.parametrize("path", ["/nonexistent/x", "/etc/passwd/x", "", "a\0b", "/" + "x" * 300])
-async def test_a4_removing_a_missing_log_bundle_succeeds(world: LocalAgent, path: str) -> None:
+async def test_a4_removing_a_missing_file_succeeds(world: LocalAgent, path: str) -> None:
     assert await world.call("remove_file", path) == {"value": path}
 
 
@@ -340,7 +340,7 @@ async def test_a4_symlink_in_place_of_a_log_bundle_is_removed_not_followed(world
     assert (victim / "file").exists()
 
 
-async def test_a5_logs_that_are_written_and_rotated_are_packed_consistently(world: LocalAgent) -> None:
+async def test_a5_logs_that_change_during_packing_contain_only_whole_lines(world: LocalAgent) -> None:
     """Each file in the archive consists of whole lines, followed by zeros if the file was truncated while it was
     packed.
     """

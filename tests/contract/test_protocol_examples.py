@@ -30,7 +30,7 @@ SCRIPTS = {
 
 @pytest.fixture
 async def known(world: LocalAgent, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[dict[str, Any]]:
-    """Prepare what the examples refer to: blobs in the blobstore and at signed URLs, and a mounted volume."""
+    """Create the blobs, volumes and spec that the examples use, and yield the values of the examples' placeholders."""
     store = Path(world.agent.settings.current.blobstore.options["blobstore_path"])
     monkeypatch.setattr(volumes, "can_bind", lambda _: False)
     contents = {

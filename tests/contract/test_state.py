@@ -1,4 +1,7 @@
-"""Results of ``get_state``. S1 to S6 are facts on the protocol page."""
+"""Tests the results of ``get_state``.
+
+The codes ``s1`` to ``s6`` in test names are explained in tests/support/protocol_facts.py.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from tests.support import jobs
 from tests.support.specs import FRESH_SPEC
 from tests.support.waiting import until
 from tests.support.world import LocalAgent, write_settings
-from tests.support.world import world as made
+from tests.support.world import world as new_world
 
 
 async def test_s1_fresh_state_matches_the_go_agent(world: LocalAgent) -> None:
@@ -31,7 +34,7 @@ async def test_s1_fresh_state_matches_the_go_agent(world: LocalAgent) -> None:
     }
 
 
-async def test_s2_get_state_reflects_full_and_partial_applies(world: LocalAgent) -> None:
+async def test_s2_get_state_returns_full_and_partial_specs(world: LocalAgent) -> None:
     full = await deployed(world, "web")
     partial = {"deployment": "dep", "job": {"name": "group"}, "index": 3, "id": "i-1", "networks": jobs.NETWORKS}
 
@@ -65,7 +68,10 @@ class _Cpu(msgspec.Struct):
 
 
 class _ReportedProcess(msgspec.Struct):
-    """A process in the reply to ``get_state``, with the types that the bosh CLI expects. Its integers are unsigned."""
+    """A process in the reply to ``get_state``, with the types that the bosh CLI expects.
+
+    The CLI decodes integers as unsigned.
+    """
 
     name: str
     state: str
@@ -99,7 +105,7 @@ class _ReportedVitals(msgspec.Struct):
     uptime: _Secs
 
 
-async def test_s3_full_state_adds_vitals_with_types_that_the_cli_decodes(world: LocalAgent) -> None:
+async def test_s3_full_state_adds_vitals_with_types_that_the_cli_can_decode(world: LocalAgent) -> None:
     state = await world.value("get_state", "full")
 
     vitals = msgspec.convert(state["vitals"], _ReportedVitals, strict=True)
@@ -109,7 +115,7 @@ async def test_s3_full_state_adds_vitals_with_types_that_the_cli_decodes(world: 
     assert "vitals" not in await world.value("get_state", "anything else")
 
 
-async def test_s5_process_figures_have_types_that_the_cli_decodes(world: LocalAgent) -> None:
+async def test_s5_process_values_have_types_that_the_cli_can_decode(world: LocalAgent) -> None:
     await deployed(world, "web")
     await world.value("start")
 
@@ -121,7 +127,7 @@ async def test_s5_process_figures_have_types_that_the_cli_decodes(world: LocalAg
     assert process.uptime.secs is None or process.uptime.secs >= 0
 
 
-async def test_s4_job_state_prefers_stopped_then_failing_then_running(world: LocalAgent) -> None:
+async def test_s4_job_state_failing_overrides_running_and_stopped_overrides_both(world: LocalAgent) -> None:
     seen = [(await world.value("get_state"))["job_state"]]
     await deployed(world, "good", bad={"monit": "check process bad with nonsense"})
     await world.value("start")
@@ -155,7 +161,7 @@ async def test_s4_only_a_crashed_process_must_settle_before_it_counts_as_running
 
 @pytest.mark.parametrize("seconds", [3600, 0.2])
 async def test_s4_instance_is_starting_until_its_settling_time_is_over(tmp_path: Path, seconds: float) -> None:
-    async with made(tmp_path, env={"bosh": {"agent": {"settings": {"settling_time": seconds}}}}) as world:
+    async with new_world(tmp_path, env={"bosh": {"agent": {"settings": {"settling_time": seconds}}}}) as world:
         await deployed(world, "web")
         assert (await world.value("get_state"))["job_state"] == "running"  # no service is monitored yet
         await world.value("start")
@@ -172,7 +178,7 @@ async def test_s4_instance_is_starting_until_its_settling_time_is_over(tmp_path:
         assert (await world.value("get_state"))["job_state"] == "stopped"
 
 
-async def test_s4_crashing_job_is_not_running(world: LocalAgent) -> None:
+async def test_s4_job_state_is_never_running_during_a_crash_loop(world: LocalAgent) -> None:
     crash = jobs.sleeper(world.paths, "web")
     crash["bin/ctl"] = crash["bin/ctl"].replace("exec sleep 1000", "exec sleep 0.05")
     await deployed(world, web=crash)
@@ -212,7 +218,7 @@ async def dynamic(world: LocalAgent, monkeypatch: pytest.MonkeyPatch) -> Callabl
     return lambda address: monkeypatch.setattr(network, "default_address", lambda **_: address)
 
 
-async def test_s6_dynamic_networks_get_their_addresses_only_at_apply(
+async def test_s6_dynamic_networks_get_their_addresses_only_during_apply(
     world: LocalAgent, dynamic: Callable[[Address | None], None]
 ) -> None:
     dynamic(Address("10.42.0.17", "255.255.255.0", "10.42.0.1"))

@@ -1,9 +1,9 @@
 """A stand-in for the bosh CLI (bosh-cli 7 with Director 283). Its answers come from a description of the Director's
 database.
 
-With `--json`, it prints one document, which contains tables, the output of `curl`, and lines. The last line is
-`Succeeded`, or `Exit code 1` after an error message. The description's ``failing`` member maps each path or
-command that the Director rejects to an HTTP status.
+It prints one JSON document with tables, the output of `curl`, and text lines. The last line is `Succeeded`, or
+`Exit code 1` after an error message. The description's ``failing`` member maps each path or command that the Director
+rejects to an HTTP status.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class CpiFailedError(AssertionError):
 
 
 class CpiCalls:
-    """Calls a CPI with its own configuration. Like a Director, it gives each request the next ``request_id``."""
+    """Calls a CPI that has its own configuration file. Each request gets a new ``request_id``."""
 
     def __init__(self, server: FakeApiServer, directory: Path, **config: Any) -> None:
         self.server = server
@@ -127,9 +127,9 @@ class Killed(BaseException):
 
 @contextmanager
 def killed_after(count: int) -> Iterator[list[str]]:
-    """Simulate that the CPI is killed as soon as its ``count``-th request has been processed.
+    """Simulate a kill of the CPI right after its ``count``-th request has been processed. Watches are not counted.
 
-    A watch counts as one request.
+    Yield the list of counted requests, which grows as they are made.
     """
     made: list[str] = []
     asked = ""

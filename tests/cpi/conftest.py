@@ -20,7 +20,7 @@ VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete", "WATCH": "watch
 
 @cache
 def allowed() -> frozenset[tuple[str, str]]:
-    """Return all pairs of a verb and a resource (by its plural name) that the Roles allow."""
+    """Return the permissions that the Roles grant, as pairs of a verb and a plural resource name."""
     texts = [file.read_text() for file in sorted((ROOT / "deploy/cpi").rglob("*.yaml"))]
     roles = [one for text in texts if "rbac.authorization" in text for one in yaml.safe_load_all(text)]
     rules = [rule for one in roles if one and one["kind"] in ("Role", "ClusterRole") for rule in one["rules"]]
@@ -28,7 +28,7 @@ def allowed() -> frozenset[tuple[str, str]]:
 
 
 def permission_for(request: str) -> tuple[str, str]:
-    """Return the RBAC verb and the resource (its plural name) that a request needs."""
+    """Return the permission that a request needs, as an RBAC verb and a plural resource name."""
     method, _, path = request.partition(" ")
     plural, _, name = path.partition("/")
     return VERBS.get(method) or ("get" if name else "list"), plural
@@ -52,7 +52,7 @@ def cluster(server: FakeApiServer) -> FakeCluster:
 
 @pytest.fixture
 def cpi(server: FakeApiServer, tmp_path: Path) -> CpiCalls:
-    """Return a CPI with short timeouts, so that tests that wait for a timeout take only seconds."""
+    """Return a CPI whose timeouts are so short that tests can wait for them to expire."""
     return CpiCalls(
         server,
         tmp_path,

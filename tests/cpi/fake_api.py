@@ -83,7 +83,7 @@ class FakeCluster:
     pod_status: Callable[[Object], Object | None] = lambda _: None
     """Returns the status that the kubelet reports for a pod, or None to report it as running."""
     start_after_s: float = STEP_S
-    """Seconds from a pod's creation until its container runs."""
+    """Seconds from a pod's creation until its container is running."""
     is_node_alive: bool = True
     objects_linger_s: float = 0.0
     """Seconds from the exit of a pod's containers to the removal of the pod object. Kubernetes 1.20 takes several
@@ -99,7 +99,7 @@ class FakeCluster:
     denied: set[str] = field(default_factory=lambda: {"list secrets"})
     """Actions that access reviews report as denied, in the form "VERB PLURAL"."""
     forbidden: set[str] = field(default_factory=set)
-    """Plurals of the kinds whose objects the account may not read."""
+    """Plurals of the kinds whose objects the account is not allowed to read."""
     logs: Callable[[Object], str] = lambda _: '{"level": "info", "message": "connected to the bus at 10.0.0.6:4222"}'
     """Returns the log of a pod."""
     violations: list[str] = field(default_factory=list)
@@ -109,12 +109,12 @@ class FakeCluster:
     # --- functions for tests ------------------------------------------------------------------------------------------
 
     def of(self, plural: str) -> dict[str, Object]:
-        """Return the objects of a kind by name."""
+        """Return all objects of the given kind, keyed by name."""
         with self.changed:
             return {name: body for (kind, _, name), body in self.objects.items() if kind == plural}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all objects, without the members that differ from run to run, so that two states can be compared."""
+        """Return all objects without the members that differ from run to run so that two states can be compared."""
         with self.changed:
             return {f"{plural}/{name}": _essence(body) for (plural, _, name), body in sorted(self.objects.items())}
 
@@ -134,7 +134,7 @@ class FakeCluster:
     # --- verbs --------------------------------------------------------------------------------------------------------
 
     def admitted(self, key: Key, body: Object) -> Object:
-        """Return the object as it would be stored. Raise ``RefusalError`` if ``create`` would refuse it."""
+        """Return the object as it would be stored. Raise ``RefusalError`` if ``create`` would reject it."""
         _check_metadata(body["metadata"])
         if key[0] == "pods":
             _check_pod(body)
@@ -273,7 +273,7 @@ class FakeCluster:
         return {"phase": "Failed", "containerStatuses": [{"restartCount": 0, "state": {"terminated": told}}]}
 
     def _reboot(self, namespace: str, labels: Object) -> None:
-        """If a helper pod for a reboot has these labels, restart the container of the VM named in them."""
+        """Restart the container of the VM named in a reboot helper pod's labels. Ignore the labels of other pods."""
         vm = ("pods", namespace, labels.get("cpi.bosh.io/vm", ""))
         if labels.get("cpi.bosh.io/kind") == "reboot" and vm in self.objects:
             container, *_ = self.objects[vm]["status"]["containerStatuses"]
@@ -367,12 +367,12 @@ class FakeApiServer:
 
         class Quiet(ThreadingHTTPServer):
             def handle_error(self, *_: object) -> None:
-                """Ignore connection errors, because a killed client closes its connection at any point."""
+                """Ignore connection errors, because a client that is killed may close its connection at any point."""
 
         self._http = Quiet(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
         if tls:
-            # Perform the TLS handshake in the connection's own thread, so that a failed handshake does not delay other
+            # Perform the TLS handshake in the connection's own thread so that a failed handshake does not delay other
             # clients.
             self._http.socket = tls.wrap_socket(self._http.socket, server_side=True, do_handshake_on_connect=False)
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self._http.server_port}"
@@ -388,7 +388,8 @@ class FakeApiServer:
     def config(self, **more: Any) -> Object:
         """Return a CPI configuration for this server.
 
-        By default, disks are attached by recreation, because this covers more of the CPI's code than the alternatives.
+        By default, disks are attached by recreating the pod, because this covers more of the CPI's code than the
+        alternatives.
         """
         cluster = {"server": self.url, "token": self.token}
         agent = {"mbus": "nats://10.0.0.6:4222"}
@@ -625,7 +626,7 @@ unscheduled, merged = _unscheduled, _merge
 
 
 def waiting(reason: str, message: str) -> Object:
-    """Return the status of a pod whose container cannot start, with this reason and message."""
+    """Return the status of a pod whose container cannot start. ``reason`` and ``message`` say why."""
     state = {"waiting": {"reason": reason, "message": message}}
     return {"phase": "Pending", "containerStatuses": [{"restartCount": 0, "state": state}]}
 

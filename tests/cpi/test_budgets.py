@@ -1,4 +1,4 @@
-"""PodDisruptionBudgets for instance groups."""
+"""Tests the PodDisruptionBudgets for instance groups."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_each_group_has_its_own_disruption_budget_unless_disabled(cpi: CpiCalls,
 def test_disruption_budget_is_skipped_if_unsupported_or_forbidden(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, capsys: pytest.CaptureFixture[str], status: int
 ) -> None:
-    """Kubernetes before 1.21 does not have this API, and the Roles shipped with earlier CPI versions do not permit its
-    use.
+    """Kubernetes before 1.21 does not have the ``policy/v1`` API, and the Roles of earlier CPI versions do not allow
+    access to it.
     """
     server.fail("GET poddisruptionbudgets", times=99, status=status, message="no budgets")
     if status == 404:
@@ -81,7 +81,7 @@ def test_disruption_budget_is_skipped_if_unsupported_or_forbidden(
     assert list(cluster.of("pods")) == [first]
 
 
-def test_vms_are_counted_again_if_one_is_created_before_the_budget_is_written(
+def test_disruption_budget_is_recalculated_if_a_vm_is_created_concurrently(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
 ) -> None:
     for agent in ("agent-1", "agent-2"):

@@ -35,24 +35,24 @@ def test_retry_after_header_is_honoured(cpi: CpiCalls, server: FakeApiServer) ->
 
 
 @pytest.mark.parametrize(
-    ("fault", "words", "is_passing"),
+    ("fault", "words", "is_retryable"),
     [
         ({"status": 429, "retry_after": "3600", "message": "too many requests"}, "429: too many requests", True),
         ({"status": 403, "message": "pods is forbidden"}, "pods is forbidden", False),
         ({"status": 200, "raw": "<html>Log in"}, "response is not a JSON object", False),
         ({"status": 407, "raw": "<html>Proxy Authentication Required"}, "407: <html>Proxy Authentication", False),
     ],
-    ids=["a wait beyond the bound", "no right", "a page of a proxy", "an error of a proxy"],
+    ids=["wait too long", "no permission", "proxy login page", "proxy error"],
 )
 def test_permanent_api_error_is_reported_and_not_retried(
-    cpi: CpiCalls, server: FakeApiServer, fault: dict[str, Any], words: str, is_passing: bool
+    cpi: CpiCalls, server: FakeApiServer, fault: dict[str, Any], words: str, is_retryable: bool
 ) -> None:
     server.fail("GET pods", times=9, **fault)
 
     with pytest.raises(CpiFailedError, match=words) as failed:
         cpi("has_vm", VM)
 
-    assert (failed.value.ok_to_retry, len(server.requests)) == (is_passing, 1)
+    assert (failed.value.ok_to_retry, len(server.requests)) == (is_retryable, 1)
 
 
 @pytest.mark.parametrize("cut", ["before", "after"])
@@ -81,7 +81,7 @@ def test_create_vm_replacing_a_vm_survives_a_dropped_connection(
     assert disk in manifests.disks_of(cluster.of("pods")[vm])
 
 
-def test_create_disk_with_a_known_request_id_survives_a_dropped_connection(
+def test_create_disk_with_a_repeated_request_id_survives_a_dropped_connection(
     cpi: CpiCalls, server: FakeApiServer
 ) -> None:
     vm = cpi.create_vm()
@@ -112,7 +112,7 @@ def test_delete_vm_succeeds_even_if_responses_are_lost(
     assert cluster.snapshot() == {}
 
 
-def test_unreachable_api_server_is_a_retryable_error(cpi: CpiCalls, server: FakeApiServer) -> None:
+def test_unreachable_api_server_causes_a_retryable_error(cpi: CpiCalls, server: FakeApiServer) -> None:
     server.close()
 
     with pytest.raises(CpiFailedError, match="does not answer") as failed:
@@ -133,7 +133,7 @@ def test_slow_api_server_is_retried_until_the_timeout(cpi: CpiCalls, server: Fak
         cpi("has_vm", VM)
 
 
-def test_conflicting_patch_is_retried_with_the_new_version(
+def test_conflicting_patch_is_retried_with_the_new_object_version(
     cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster
 ) -> None:
     vm = cpi.create_vm()
@@ -149,7 +149,7 @@ def test_conflicting_patch_is_retried_with_the_new_version(
     assert cpi("get_disks", vm) == [disk]
 
 
-def test_conflict_on_a_quota_is_retried(cpi: CpiCalls, server: FakeApiServer) -> None:
+def test_quota_conflict_is_retried(cpi: CpiCalls, server: FakeApiServer) -> None:
     """The API server reports a conflict if two objects are counted against a quota at the same time. The CPI must not
     mistake this conflict for one with an existing object of the same name.
     """
@@ -158,7 +158,9 @@ def test_conflict_on_a_quota_is_retried(cpi: CpiCalls, server: FakeApiServer) ->
     assert cpi.create_vm()
 
 
-def test_unresponsive_webhook_is_a_retryable_error(cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster) -> None:
+def test_unresponsive_webhook_causes_a_retryable_error(
+    cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster
+) -> None:
     server.fail("POST pods", times=99, status=500, message='failed calling webhook "policy.example": timeout')
 
     with pytest.raises(CpiFailedError, match="failed calling webhook") as failed:
@@ -207,7 +209,7 @@ def test_interrupted_or_expired_watch_is_restarted(cpi: CpiCalls, server: FakeAp
     assert cluster.snapshot() == {}
 
 
-def test_watch_on_an_unchanged_object_continues_in_a_busy_cluster(
+def test_watch_on_an_unchanged_object_does_not_keep_expiring_in_a_busy_cluster(
     cpi: CpiCalls, server: FakeApiServer, cluster: FakeCluster
 ) -> None:
     """A watch must not start from the watched object's version. In a busy cluster, the server soon forgets this version

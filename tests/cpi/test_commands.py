@@ -1,4 +1,4 @@
-"""The ``doctor`` and ``leftovers`` operator commands."""
+"""Tests the ``doctor`` and ``leftovers`` operator commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.source import ROOT
 
 
 def command(cpi: CpiCalls, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """Run an operator command as a process. Return its output and its exit code.
+    """Run an operator command in a new process. Return its output and its exit code.
 
     The output is the standard output, or the standard error if the standard output is empty.
     """
@@ -37,7 +37,7 @@ def command(cpi: CpiCalls, *arguments: str, env: Mapping[str, str] | None = None
 # --- doctor -----------------------------------------------------------------------------------------------------------
 
 
-def test_cpi_doctor_checks_the_roles_permissions() -> None:
+def test_cpi_doctor_checks_every_permission_in_the_role() -> None:
     role = next(yaml.safe_load_all((ROOT / "deploy/cpi/base/role.yaml").read_text()))
     groups = {
         resource + (f".{group}" if group else ""): " ".join(sorted(rule["verbs"]))
@@ -49,7 +49,7 @@ def test_cpi_doctor_checks_the_roles_permissions() -> None:
     assert groups == doctor.PERMISSIONS
 
 
-def test_cpi_doctor_finds_nothing_in_a_suitable_cluster(
+def test_cpi_doctor_reports_no_problem_in_a_suitable_cluster(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
 ) -> None:
     cluster.create(("nodes", "", "node-1"), {"metadata": {"name": "node-1"}})
@@ -62,7 +62,7 @@ def test_cpi_doctor_finds_nothing_in_a_suitable_cluster(
     assert server.token not in out
 
 
-def test_cpi_doctor_suggests_a_change_for_each_obstacle(
+def test_cpi_doctor_suggests_a_change_for_each_problem(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
 ) -> None:
     def refuse(plural: str, body: Object) -> None:
@@ -137,12 +137,14 @@ class DirectorCli:
             self._answered.write_text(f"{code}\n{output}")
 
     def close(self) -> None:
-        """Stop the thread. If it waits for a script that was killed, it remains until this process exits."""
+        """Stop the thread. If a killed script has left the thread waiting, the thread keeps running until this process
+        exits.
+        """
         with contextlib.suppress(OSError):
             os.close(os.open(self._asked, os.O_WRONLY | os.O_NONBLOCK))
 
     def replace_with(self, script: str) -> None:
-        """Replace the stand-in with a shell script."""
+        """Replace the stand-in with another shell script."""
         (self.bin / "bosh").write_text(f"#!/bin/sh\n{script}\n")
         (self.bin / "bosh").chmod(0o755)
 
@@ -259,7 +261,7 @@ def test_leftovers_are_kept_unless_the_director_answers_every_query(
         ("/dynamic_disks", """echo '{"Tables": null, "Blocks": ["[]"], "Lines": ["Succeeded"'"""),
     ],
 )
-def test_leftovers_are_kept_after_an_incomplete_director_answer(
+def test_leftovers_are_kept_after_an_invalid_director_answer(
     cpi: CpiCalls, cluster: FakeCluster, director: DirectorCli, path: str, script: str
 ) -> None:
     cpi.create_vm()
@@ -282,7 +284,7 @@ def test_leftovers_are_kept_after_an_incomplete_director_answer(
         '[{"Content": "instances", "Header": {"vm_cid": "VM CID", "disk_cids": "Disk CIDs"}, "Rows": [{}]}]',
     ],
 )
-def test_leftovers_are_kept_if_the_instances_table_is_missing(
+def test_leftovers_are_kept_if_the_instances_table_is_missing_or_incomplete(
     cpi: CpiCalls, cluster: FakeCluster, director: DirectorCli, table: str
 ) -> None:
     cpi.create_vm()

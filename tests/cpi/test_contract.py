@@ -59,7 +59,7 @@ def director(method: str, *arguments: Any, vm_api: bool = False, api_version: in
     return json.dumps(request).encode()
 
 
-def test_info_response_satisfies_the_director_and_the_cli() -> None:
+def test_cpi_info_response_satisfies_the_director_and_the_cli() -> None:
     """The CLI requires `stemcell_formats`. The Director sends `info` without an `api_version`, but the CLI sends it
     with version 1.
     """
@@ -118,14 +118,14 @@ def test_create_vm_accepts_null_disks_properties_and_env(cpi: CpiCalls) -> None:
 
 
 @pytest.mark.parametrize("method", ["current_vm_id", "create_network", "delete_network", "ping", "configure_networks"])
-def test_unknown_cpi_method_is_not_implemented(cpi: CpiCalls, method: str) -> None:
+def test_unsupported_cpi_method_returns_not_implemented(cpi: CpiCalls, method: str) -> None:
     error = cpi.answer(director(method))["error"]
 
     assert error["type"] == "Bosh::Clouds::NotImplemented"
 
 
 @pytest.mark.parametrize("method", sorted(methods.METHODS))
-def test_invalid_cpi_arguments_are_rejected(cpi: CpiCalls, method: str) -> None:
+def test_invalid_cpi_arguments_cause_only_errors_known_to_the_director(cpi: CpiCalls, method: str) -> None:
     given: list[list[Any]] = [[], [None], [7], [{}], [[]]]
     for arguments in given:
         error = cpi.answer(director(method, *arguments))["error"]
@@ -133,8 +133,8 @@ def test_invalid_cpi_arguments_are_rejected(cpi: CpiCalls, method: str) -> None:
 
 
 def test_cpi_config_properties_override_the_configuration(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """If several CPIs are configured, the Director adds the cpi-config entry's properties to the request's context,
-    next to its own keys.
+    """If several CPIs are configured, the Director adds the properties from the CPI's entry in the cpi-config to the
+    context of each request.
     """
     context = {"director_uuid": DIRECTOR, "request_id": "cpi-1", "namespace": "other", "disks": {"attach": "never"}}
     raw = {"method": "create_disk", "arguments": [64, {}, None], "context": context, "api_version": 3}

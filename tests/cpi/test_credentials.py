@@ -1,4 +1,4 @@
-"""Access to a cluster: kubeconfigs, exec plugins, service accounts, and TLS verification."""
+"""Tests how the CPI gets access to a cluster: kubeconfigs, exec plugins, service accounts, and TLS verification."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_api_server_certificate_is_verified(authority: pki.Authority, directory:
         assert call(server, directory, token=server.token, ca=authority.ca) is False
         with pytest.raises(CpiFailedError, match="cannot trust the API server"):
             call(server, directory, token=server.token, ca=pki.Authority().ca)
-        assert len(server.requests) == 1, "the token was given to a stranger"
+        assert len(server.requests) == 1, "the token was sent to an untrusted server"
 
 
 def test_api_server_certificate_is_verified_against_the_configured_name(
@@ -194,7 +194,7 @@ def test_invalid_api_server_address_is_reported(server: FakeApiServer, directory
         call(server, directory, kubeconfig=kubeconfig({"token": server.token}, server=address))
 
 
-def test_api_server_verification_can_be_disabled(authority: pki.Authority, directory: Path) -> None:
+def test_api_server_certificate_verification_can_be_disabled(authority: pki.Authority, directory: Path) -> None:
     with serving(authority, directory, "api.example") as server:
         given = kubeconfig({"token": server.token})
         given["clusters"][0]["cluster"] |= {"server": server.url, "insecure-skip-tls-verify": True}

@@ -1,4 +1,4 @@
-"""Persistent disks: the four ways to attach a disk, and protection against data loss."""
+"""Tests the four ways to attach a persistent disk, and protection against data loss."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ UNREADY = {"conditions": [{"type": "Ready", "status": "False"}]}
 
 
 def swapped(cpi: CpiCalls, way: str, **properties: object) -> tuple[str, str, str]:
-    """Create two VMs as in create-swap-delete and detach the disk from the old VM. Return the old VM, the new VM and
-    the disk.
+    """Create two VMs as in a create-swap-delete update, and detach the disk from the old VM. Return the old VM, the
+    new VM and the disk.
     """
     disk = cpi("create_disk", 64, {}, None)
     old, new = (cpi.create_vm(agent, [disk], attach=way, **properties) for agent in ("agent-1", "agent-2"))
@@ -168,7 +168,7 @@ def test_attach_waits_until_a_vm_without_a_data_claim_reports_its_shutdown(
 def test_attach_succeeds_while_the_old_vm_is_being_deleted(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, moment: str
 ) -> None:
-    """The Director may delete the old VM in a create-swap-delete update while the deploy still runs
+    """In a create-swap-delete update, the Director may delete the old VM while the deploy is still running
     (ScheduledOrphanedVMCleanup).
     """
     old, new, disk = swapped(cpi, "live", ephemeral_disk={"type": "claim"})
@@ -263,7 +263,7 @@ def test_reserved_disk_is_returned_by_create_disk(cpi: CpiCalls, cluster: FakeCl
     vm = cpi.create_vm(persistent_disk={"size": "64Mi"})
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
     settings = json.loads(base64.b64decode(cluster.of("secrets")[vm]["data"]["config.json"]))
-    assert settings["disks"]["persistent"] == {}, "the agent would mount what the Director does not know"
+    assert settings["disks"]["persistent"] == {}, "the agent would mount a disk that the Director does not know about"
 
     disk = cpi("create_disk", 128, {}, vm)
     assert cluster.of("persistentvolumeclaims")[disk]["spec"]["resources"]["requests"]["storage"] == "128Mi"
@@ -283,7 +283,7 @@ def test_unused_reserved_disk_is_deleted_with_the_vm(cpi: CpiCalls, cluster: Fak
     assert cluster.snapshot() == {}
 
 
-def test_create_vm_with_a_disk_does_not_reserve_a_disk(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_create_vm_with_a_disk_does_not_reserve_another(cpi: CpiCalls, cluster: FakeCluster) -> None:
     disk = cpi("create_disk", 64, {}, None)
 
     vm = cpi.create_vm("agent-1", [disk], persistent_disk={"size": 64})
@@ -324,7 +324,7 @@ def test_attach_by_recreation_replaces_the_pod(
     ],
     ids=["without a data claim", "never"],
 )
-def test_attach_by_recreation_is_refused_if_impossible_or_unsafe(
+def test_attach_by_recreation_is_refused_if_disabled_or_without_a_data_claim(
     cpi: CpiCalls, cluster: FakeCluster, properties: Object, words: str
 ) -> None:
     """Without a data claim, the agent in the new pod would not have its permanent credentials and could not connect to
@@ -364,7 +364,7 @@ def test_disk_migration_detaches_the_old_disk_without_recreating_the_pod(cpi: Cp
     assert cpi("get_disks", vm) == [large]
     cpi("delete_disk", small)
     assert cpi("has_disk", small) is False
-    assert "deletionTimestamp" in cluster.of("persistentvolumeclaims")[small]["metadata"], "the pod mounts it still"
+    assert "deletionTimestamp" in cluster.of("persistentvolumeclaims")[small]["metadata"], "the pod still mounts it"
     cpi("delete_disk", small)
     cpi("delete_vm", vm)
     assert list(cluster.of("persistentvolumeclaims")) == [large]
@@ -379,7 +379,9 @@ def test_disk_that_is_being_deleted_is_not_attached(cpi: CpiCalls, cluster: Fake
     cpi.refused("DiskNotFound", "attach_disk", two, disk)
 
 
-def test_lazily_detached_disk_is_attached_again_without_recreating_the_pod(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_detached_disk_that_is_still_mounted_is_reattached_without_recreating_the_pod(
+    cpi: CpiCalls, cluster: FakeCluster
+) -> None:
     vm = cpi.create_vm()
     disk = cpi.attached_disk(vm)
     uid = cluster.of("pods")[vm]["metadata"]["uid"]
@@ -391,7 +393,7 @@ def test_lazily_detached_disk_is_attached_again_without_recreating_the_pod(cpi: 
     assert holder(cluster, disk) == vm
 
 
-def test_attach_refuses_a_disk_still_mounted_by_a_vm_without_data_claim(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_attach_refuses_a_disk_still_mounted_by_a_vm_without_a_data_claim(cpi: CpiCalls, cluster: FakeCluster) -> None:
     disk = cpi("create_disk", 64, {}, None)
     old = cpi.create_vm("agent-1", [disk], ephemeral_disk={"type": "empty_dir"})
     cpi("detach_disk", old, disk)
@@ -428,7 +430,7 @@ def refuse_privileged(plural: str, body: Object) -> None:
         raise RefusalError(403, "Forbidden", POD_SECURITY)
 
 
-def test_default_attach_is_live_if_the_namespace_admits_it(
+def test_default_attach_is_live_if_the_namespace_admits_privileged_pods(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
 ) -> None:
     cpi.write(server.config(disks={}))
@@ -440,7 +442,7 @@ def test_default_attach_is_live_if_the_namespace_admits_it(
 
     assert cluster.of("pods")[vm]["status"]["podIP"] == before["status"]["podIP"]
     assert cluster.of("pods")[vm]["metadata"]["uid"] == before["metadata"]["uid"]
-    assert len(attachments(cluster)) == 1, "the question of the admission leaves no pod"
+    assert len(attachments(cluster)) == 1, "the admission dry run leaves no pod"
 
 
 def test_default_attach_is_refused_if_it_would_change_the_vms_address(
@@ -470,7 +472,7 @@ def test_default_attach_is_refused_if_it_would_change_the_vms_address(
     assert cpi("attach_disk", again, disk) == {"path": f"{AT_CREATION}/{disk}"}
 
 
-def test_default_attach_recreates_a_pod_that_keeps_its_address(
+def test_default_attach_recreates_the_pod_if_the_address_is_kept(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
 ) -> None:
     cluster.admission.append(refuse_privileged)
@@ -515,12 +517,12 @@ def test_live_attach_does_not_change_the_pod(cpi: CpiCalls, cluster: FakeCluster
     assert cpi("get_disks", vm) == [disk]
     (name,) = attachments(cluster)
     (container,) = cluster.of("pods")[name]["spec"]["containers"]
-    assert container["resources"]["requests"]["cpu"] == "10m", "1m is 49 s for an unmount on a busy node"
+    assert container["resources"]["requests"]["cpu"] == "10m", "with 1m, an unmount takes 49 s on a busy node"
     spec = cluster.of("pods")[name]["spec"]
     assert "nodeName" not in server.bodies[server.requests.index(f"POST pods/{name}")]
     assert "node-1" in str(spec["affinity"])
     assert spec["tolerations"] == [{"operator": "Exists"}]
-    assert spec["terminationGracePeriodSeconds"] > 24 * 3600, "it is killed before it can unmount"
+    assert spec["terminationGracePeriodSeconds"] > 24 * 3600, "it would be killed before it can unmount"
 
     server.requests.clear()
     cpi("attach_disk", vm, disk)
@@ -628,7 +630,7 @@ def test_delete_vm_deletes_the_pod_before_its_attachments(
         ('violates PodSecurity "baseline:latest": privileged', True),
         ('User "bosh-cpi" cannot create resource "pods"', False),
     ],
-    ids=["no image", "policy", "no right"],
+    ids=["no image", "policy", "no permission"],
 )
 def test_failed_live_attach_leaves_no_attachment(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, refusal: str, has_hint: bool
@@ -674,9 +676,9 @@ def test_live_disk_of_a_deleted_vm_is_mounted_by_the_replacement_vm(cpi: CpiCall
     assert holder(cluster, disk) == new
 
 
-def test_detached_disk_can_be_reused_once_its_container_has_exited(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """The kubelet may take seconds to remove the pod object after the container has exited, but another VM must not
-    have to wait for that.
+def test_detached_disk_can_be_reused_once_the_helper_container_has_exited(cpi: CpiCalls, cluster: FakeCluster) -> None:
+    """After the container has exited, the kubelet may take seconds to remove the helper pod. Another VM must not have
+    to wait for that.
     """
     one, two = live_vm(cpi, "agent-1"), live_vm(cpi, "agent-2")
     disk = cpi.attached_disk(one)
@@ -776,7 +778,7 @@ def test_resumed_recreation_does_not_take_a_disk_from_another_vm(cpi: CpiCalls, 
     assert holder(cluster, taken) == other
 
 
-def test_attach_with_repeated_conflicts_is_a_retryable_error(
+def test_repeated_conflicts_during_attach_cause_a_retryable_error(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
 ) -> None:
     vm = cpi.create_vm()

@@ -73,8 +73,8 @@ def in_prose() -> list[str]:
 
 @pytest.fixture
 def shell(cpi: CpiCalls, tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
-    """Return a function that runs a script in a directory that resembles a clone and contains every file that the page
-    mentions.
+    """Return a function that runs a script in a directory like a clone of the repository, with every file that
+    docs/cpi.md mentions.
     """
     director = DirectorCli(tmp_path)
     vm = cpi.create_vm()

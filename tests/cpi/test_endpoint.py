@@ -151,14 +151,14 @@ def loaded_by(request: bytes, file: Path) -> tuple[Any, set[str]]:
     return checked(response)["result"], set(loaded.decode().split())
 
 
-def test_info_needs_no_configuration_and_imports_no_client() -> None:
+def test_cpi_info_needs_no_configuration_and_imports_no_api_client() -> None:
     result, loaded = loaded_by(b'{"method":"info","arguments":[],"context":{}}', Path("/missing"))
 
     assert result["api_version"] == 3
     assert not HEAVY & loaded
 
 
-def test_read_only_cpi_calls_import_few_modules(cpi: CpiCalls, server: FakeApiServer) -> None:
+def test_read_only_cpi_calls_import_few_modules_and_send_few_requests(cpi: CpiCalls, server: FakeApiServer) -> None:
     cpi.write(server.config(disks={"attach": "live"}))
     vm = cpi.create_vm()
     disk = cpi("create_disk", 64, {}, vm)

@@ -137,7 +137,7 @@ def test_unknown_storage_class_is_rejected_before_objects_are_created(
 def test_claim_that_cannot_be_bound_is_reported_quickly(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, status: Object, message: str
 ) -> None:
-    """The reason comes from the claim's events, because the CPI's account may not be allowed to read StorageClasses."""
+    """The reason comes from the claim's events, because the CPI's account cannot always read StorageClasses."""
     cluster.forbidden.add("storageclasses")
     cluster.pod_status = lambda _: status
     # These timeouts exceed the test's time limit, so only the claim's events can end the wait.
@@ -151,7 +151,7 @@ def test_claim_that_cannot_be_bound_is_reported_quickly(
     assert list(cluster.of("pods")) == []
 
 
-def test_missing_volume_provisioner_is_reported_after_its_own_timeout(
+def test_missing_volume_provisioner_is_reported_after_the_volume_timeout(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer
 ) -> None:
     cpi.write(server.config() | {"timeouts": SHORT})
@@ -166,7 +166,7 @@ def test_missing_volume_provisioner_is_reported_after_its_own_timeout(
 
 
 @pytest.mark.parametrize(
-    ("status", "words", "is_passing"),
+    ("status", "words", "is_retryable"),
     [
         (running(), "the last words", False),
         (unscheduled("0/3 nodes are available: 3 Insufficient cpu."), "Insufficient cpu", True),
@@ -180,7 +180,7 @@ def test_missing_volume_provisioner_is_reported_after_its_own_timeout(
     ],
 )
 def test_create_vm_reports_a_pod_that_does_not_become_ready(
-    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, status: Object, words: str, is_passing: bool
+    cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, status: Object, words: str, is_retryable: bool
 ) -> None:
     cpi.write(server.config() | {"timeouts": SHORT})
     cluster.pod_status = lambda _: status
@@ -189,7 +189,7 @@ def test_create_vm_reports_a_pod_that_does_not_become_ready(
     with pytest.raises(CpiFailedError, match=words) as failed:
         cpi.create_vm()
 
-    assert (failed.value.type, failed.value.ok_to_retry) == ("VMCreationFailed", is_passing)
+    assert (failed.value.type, failed.value.ok_to_retry) == ("VMCreationFailed", is_retryable)
     assert cluster.snapshot() == {}
 
 
@@ -202,10 +202,10 @@ def test_create_vm_reports_a_pod_that_does_not_become_ready(
     ],
     ids=["too large", "fits", "nodes are hidden"],
 )
-def test_vm_too_large_for_every_node_is_not_retryable(
+def test_vm_too_large_for_every_node_causes_a_permanent_error(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, memory: int, node: str | None, words: str
 ) -> None:
-    """If the error were retryable, the Director would try five times to create such a VM."""
+    """If the error were retryable, the Director would try five times to create the VM."""
     cpi.write(server.config() | {"timeouts": SHORT})
     cluster.pod_status = lambda _: unscheduled("0/2 nodes are available: 2 Insufficient memory.")
     for name, size in (("small", "1Gi"), ("large", node or "1Gi")):
@@ -220,9 +220,9 @@ def test_vm_too_large_for_every_node_is_not_retryable(
     assert failed.value.ok_to_retry == (not words)
 
 
-@pytest.mark.parametrize(("code", "is_passing"), [(78, False), (70, True)])
-def test_agent_exit_is_retryable_unless_the_configuration_is_wrong(
-    cpi: CpiCalls, cluster: FakeCluster, code: int, is_passing: bool
+@pytest.mark.parametrize(("code", "is_retryable"), [(78, False), (70, True)])
+def test_agent_exit_causes_a_retryable_error_unless_the_configuration_is_wrong(
+    cpi: CpiCalls, cluster: FakeCluster, code: int, is_retryable: bool
 ) -> None:
     """Exit code 78 means that the configuration is wrong, so a retry cannot help."""
     ended = {"terminated": {"exitCode": code, "message": "agent-shim: cannot read settings"}}
@@ -232,11 +232,11 @@ def test_agent_exit_is_retryable_unless_the_configuration_is_wrong(
     with pytest.raises(CpiFailedError, match=f"exit code {code}: agent-shim: cannot read settings") as failed:
         cpi.create_vm()
 
-    assert failed.value.ok_to_retry is is_passing
+    assert failed.value.ok_to_retry is is_retryable
     assert cluster.snapshot() == {}
 
 
-def test_slow_pod_start_is_reported_with_its_events(
+def test_slow_pod_start_is_reported_with_the_pods_events(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cpi.write(server.config() | {"timeouts": SHORT})
@@ -263,7 +263,7 @@ INVALID_VALUES: list[Callable[[CpiCalls], Any]] = [
 
 
 @pytest.mark.parametrize("call", INVALID_VALUES)
-def test_cloud_property_invalid_in_kubernetes_is_rejected_immediately(
+def test_cloud_property_that_kubernetes_would_reject_is_reported_immediately(
     cpi: CpiCalls, server: FakeApiServer, call: Callable[[CpiCalls], Any]
 ) -> None:
     with pytest.raises(CpiFailedError, match="cannot use the cloud properties of the VM"):

@@ -113,9 +113,9 @@ def _delete_snapshot(cpi: CpiCalls) -> Call:
 LIVE = {"attach": "live", "tier": "privileged"}
 CASES = [
     KillCase("create_vm", _create_vm(services=SERVICES, persistent_disk={"size": 64})),
-    KillCase("create_vm that takes live disks", _create_vm(**LIVE)),
-    KillCase("create_vm that asks for the way of disks", _create_vm(attach="auto")),
-    KillCase("create_vm that bounds the room on the node", _create_vm(attach="live", tier="userns")),
+    KillCase("create_vm with live attach", _create_vm(**LIVE)),
+    KillCase("create_vm that chooses how to attach disks", _create_vm(attach="auto")),
+    KillCase("create_vm that limits its space on the node", _create_vm(attach="live", tier="userns")),
     KillCase("create_vm with a disk", _create_vm_with_disk),
     KillCase("create_vm that fails", _create_vm_that_fails),
     KillCase("create_vm with other properties", _create_vm_with_other_properties),
@@ -124,15 +124,15 @@ CASES = [
     KillCase("has_vm", lambda cpi: ("has_vm", [cpi.create_vm()])),
     KillCase("current_vm_id", lambda _: ("current_vm_id", [])),
     KillCase("reboot_vm", lambda cpi: ("reboot_vm", [cpi.create_vm()])),
-    KillCase("reboot_vm that takes live disks", lambda cpi: ("reboot_vm", [cpi.create_vm(**LIVE)])),
+    KillCase("reboot_vm with live attach", lambda cpi: ("reboot_vm", [cpi.create_vm(**LIVE)])),
     KillCase("set_vm_metadata", lambda cpi: ("set_vm_metadata", [cpi.create_vm(), {"name": "a/1", "index": "0"}])),
     KillCase("create_disk", lambda cpi: ("create_disk", [64, {}, cpi.create_vm()])),
-    KillCase("create_disk that was reserved", _create_reserved_disk),
+    KillCase("create_disk that returns a reserved disk", _create_reserved_disk),
     KillCase("delete_disk", _on_disk("delete_disk")),
     KillCase("has_disk", _on_disk("has_disk")),
     KillCase("attach_disk by recreation", _vm_and_disk("attach_disk", is_attached=False)),
     KillCase("attach_disk live", _vm_and_disk("attach_disk", is_attached=False, **LIVE)),
-    KillCase("attach_disk that lingers elsewhere", _attach_lingering),
+    KillCase("attach_disk for a disk that another pod still mounts", _attach_lingering),
     KillCase("detach_disk", _vm_and_disk("detach_disk", is_attached=True)),
     KillCase("detach_disk live", _vm_and_disk("detach_disk", is_attached=True, **LIVE)),
     KillCase("get_disks", lambda cpi: ("get_disks", _vm_and_disk("", is_attached=True)(cpi)[1][:1])),
@@ -144,12 +144,12 @@ CASES = [
 ]
 
 
-def test_kill_test_covers_every_cpi_method() -> None:
+def test_kill_cases_cover_every_cpi_method() -> None:
     assert {case.name.partition(" ")[0] for case in CASES} == METHODS.keys() - LOCAL
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_cpi_killed_after_any_request_succeeds_when_called_again(case: KillCase, tmp_path: Path) -> None:
+def test_cpi_killed_after_any_request_gives_the_same_result_when_called_again(case: KillCase, tmp_path: Path) -> None:
     wanted: Any = None
     for count in range(MAX_REQUESTS):
         server = FakeApiServer(FakeCluster())
@@ -167,10 +167,10 @@ def test_cpi_killed_after_any_request_succeeds_when_called_again(case: KillCase,
 
 
 def _outcome(case: KillCase, server: FakeApiServer, directory: Path, count: int) -> tuple[Any, bool]:
-    """Make a call, kill it after ``count`` requests (0: do not kill it), and make the same call again.
+    """Call the CPI, kill it after ``count`` requests (0: do not kill it), and make the same call again.
 
-    Return the final response with all objects, and True if the first call completed because it needed at most ``count``
-    requests.
+    Return two values. The first contains the final response and all objects. The second is True if the first call was
+    never killed because it needed fewer than ``count`` requests.
     """
     cpi = CpiCalls(server, directory, timeouts={"retry": 2, "unmount": 2, "delete_vm": 2, "create_vm": 5, "resize": 2})
     method, arguments = case.prepare(cpi)

@@ -1,4 +1,4 @@
-"""Many CPI processes run at the same time, as when a Director with 32 threads starts them."""
+"""Many CPI processes run at the same time, because a Director has up to 32 worker threads."""
 
 from __future__ import annotations
 

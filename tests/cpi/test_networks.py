@@ -1,4 +1,4 @@
-"""Networks: annotations for CNI plugins, interfaces, DNS, and the agent's settings."""
+"""Tests a VM's networks: annotations for CNI plugins, interfaces, DNS, and the agent's settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MANUAL: dict[str, Any] = {"type": "manual", "ip": "10.0.0.5", "netmask": "255.25
         ({"cni": "calico"}, {"prefix": "32"}, {"cni.projectcalico.org/ipAddrs": '["10.0.0.5"]'}),
     ],
 )
-def test_manual_address_is_requested_by_cni_annotations(
+def test_manual_address_is_requested_through_cni_annotations(
     properties: dict[str, Any], network: dict[str, str], annotations: dict[str, str]
 ) -> None:
     given = {**MANUAL, **network}
@@ -51,7 +51,7 @@ def test_manual_address_is_requested_by_cni_annotations(
     assert found.annotations == annotations
     assert found.address == given["ip"]
     if properties == {"cni": "calico"}:
-        assert networks.plan({"a": MANUAL}, Networks(cni="calico")).annotations == annotations, "of the configuration"
+        assert networks.plan({"a": MANUAL}, Networks(cni="calico")).annotations == annotations, "from the configuration"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_network_prefix_is_rejected_if_a_pod_gets_a_single_address(properties: d
     networks.plan({"a": {**delegated, "prefix": "128", "cloud_properties": properties}}, Networks())
 
 
-def test_network_prefix_is_not_used_as_a_service_address() -> None:
+def test_vip_network_with_a_prefix_is_rejected() -> None:
     vip = {"type": "vip", "ip": "10.0.0.8", "prefix": "29", "cloud_properties": {"ports": [{"port": 80}]}}
 
     with pytest.raises(NotSupportedError, match=r"cannot delegate the prefix 10\.0\.0\.8/29"):
@@ -122,7 +122,7 @@ def test_additional_networks_become_multus_interfaces() -> None:
     ]
 
 
-def test_dns_servers_come_from_the_default_dns_network() -> None:
+def test_at_most_three_dns_servers_come_from_the_default_dns_network() -> None:
     multus = {"cni": "multus", "name": "x"}
     given = {
         "a": {"type": "dynamic", "dns": ["1.1.1.1"]},

@@ -26,7 +26,7 @@ ENV: dict[str, Any] = {
 
 
 def leaks(text: str) -> list[str]:
-    """Return the canary values that a text contains, in plain text or in base64."""
+    """Return the canary values that a string contains, in plain text or in base64."""
     found = [text[at : at + 24] for at in range(len(text)) if text.startswith("CANARY", at)]
     coded = [base64.b64encode(b"xx"[:skip] + b"CANARY").decode()[skip and 4 : 8] for skip in range(3)]
     return found + [one for one in coded if one and one in text]
@@ -96,7 +96,7 @@ def test_secrets_in_cluster_messages_are_not_passed_on(
 ENV_WITH_ALL = {**ENV, "bosh": {**ENV["bosh"], "password": "CANARYpassword"}}
 
 
-def test_internal_error_does_not_leak_a_secret(
+def test_internal_cpi_error_does_not_leak_secrets(
     cpi_with_secrets: CpiCalls, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: object, **__: object) -> None:
@@ -162,8 +162,8 @@ PLACES: list[tuple[str, str]] = [
 def test_malformed_credentials_are_not_logged(
     cpi_with_secrets: CpiCalls, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: tuple[str, str], shape: str
 ) -> None:
-    """`kubectl create token` and `--var-file` append a newline to a token. http.client rejects a header with a newline,
-    and its error quotes the header.
+    """Tokens from `kubectl create token` or `--var-file` often end in a newline. http.client rejects a header with a
+    newline, and its error quotes the header.
     """
     path, form = place
     given = form.format(shape.replace("{}", "CANARYwrong", 1))

@@ -1,4 +1,4 @@
-"""Services, Ingresses, NetworkPolicies and instance names."""
+"""Tests Services, Ingresses, NetworkPolicies and instance names."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_instance_name_points_to_the_instances_newest_vm(cpi: CpiCalls, cluster:
     ],
     ids=["compilation", "no index", "nothing", "switched off"],
 )
-def test_vm_without_an_instance_has_no_instance_name(
+def test_instance_name_is_omitted_if_disabled_or_the_vm_has_no_instance(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, metadata: dict[str, str], networks: dict[str, bool]
 ) -> None:
     cpi.write(server.config(networks=networks))
@@ -58,7 +58,7 @@ def test_vm_without_an_instance_has_no_instance_name(
 
 
 @pytest.mark.parametrize("is_forbidden", [True, False])
-def test_unavailable_instance_name_does_not_fail_create_vm(
+def test_set_vm_metadata_succeeds_even_if_the_instance_name_is_unavailable(
     cpi: CpiCalls, cluster: FakeCluster, server: FakeApiServer, is_forbidden: bool
 ) -> None:
     if is_forbidden:
@@ -140,7 +140,7 @@ def test_group_network_policy_is_deleted_with_the_last_vm(cpi: CpiCalls, cluster
     assert cluster.snapshot() == {}
 
 
-def test_network_policy_for_an_evicted_vm_is_found_through_the_vms_secret(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_delete_vm_deletes_the_network_policy_even_if_the_pod_is_gone(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm(**POLICY)
     cluster.delete(("pods", "bosh", vm), {"gracePeriodSeconds": 0})
 
@@ -159,7 +159,9 @@ def test_failed_create_vm_removes_its_services(cpi: CpiCalls, cluster: FakeClust
 
 
 @pytest.mark.parametrize("plural", ["ingresses", "networkpolicies"])
-def test_another_directors_service_is_not_adopted(cpi: CpiCalls, cluster: FakeCluster, plural: str) -> None:
+def test_another_directors_ingress_or_network_policy_is_not_adopted(
+    cpi: CpiCalls, cluster: FakeCluster, plural: str
+) -> None:
     cpi.create_vm("agent-1", **WEB, **POLICY)
     (name,) = cluster.of(plural)
     cluster.patch((plural, "bosh", name), {"metadata": {"labels": {"cpi.bosh.io/director": "another"}}})

@@ -1,4 +1,4 @@
-"""Light stemcells: this project's own, and unmodified stemcells that were made for the Docker CPI."""
+"""Tests light stemcells, both this project's own and unmodified ones that were made for the Docker CPI."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIGEST = "sha256:" + "a" * 64
         {"image_reference": f"registry.example/a:1@{DIGEST}", "name": "x", "version": "1", "infrastructure": "docker"},
     ],
 )
-def test_stemcell_cid_is_the_image_with_its_digest(properties: dict[str, Any]) -> None:
+def test_stemcell_cid_is_the_image_name_with_its_digest(properties: dict[str, Any]) -> None:
     assert stemcells.create(Config(), None, properties) == f"registry.example/a:1@{DIGEST}"
 
 
@@ -67,7 +67,7 @@ def test_invalid_stemcell_image_is_rejected(properties: dict[str, Any], words: s
         (None, {}, None),
     ],
 )
-def test_vm_is_scheduled_to_nodes_with_its_stemcells_architecture(
+def test_vm_is_scheduled_on_nodes_with_the_stemcell_architecture(
     cpi: CpiCalls, cluster: FakeCluster, named: str | None, wished: dict[str, str], selector: dict[str, str] | None
 ) -> None:
     pointers = {"image": f"registry.example/a:1@{DIGEST}"} | ({"architecture": named} if named else {})

@@ -1,4 +1,4 @@
-"""VMs, from create_vm to delete_vm."""
+"""Tests VMs, from create_vm to delete_vm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def test_vm_is_created_rebooted_and_deleted(cpi: CpiCalls, cluster: FakeCluster)
     assert cpi("has_vm", vm) is True
     (container,) = cluster.of("pods")[vm]["spec"]["containers"]
     assert container["readinessProbe"]["httpGet"]["path"] == "/readyz?level=boot"
-    assert {"livenessProbe", "startupProbe"} & container.keys() == set(), "a slow agent would end all jobs"
+    assert {"livenessProbe", "startupProbe"} & container.keys() == set(), (
+        "a slow agent would be restarted with all its jobs"
+    )
     cpi("set_vm_metadata", vm, {"deployment": "dep", "name": "zookeeper/1", "index": "0", "job": "zookeeper"})
     metadata = cluster.of("pods")[vm]["metadata"]
     assert metadata["labels"]["bosh.io/deployment"] == "dep"
@@ -42,7 +44,7 @@ def test_vm_is_created_rebooted_and_deleted(cpi: CpiCalls, cluster: FakeCluster)
     assert cluster.snapshot() == {}
 
 
-def test_vm_settings_can_be_read_by_the_agent(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_vm_settings_are_stored_in_an_immutable_secret(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
 
     secret = cluster.of("secrets")[vm]
@@ -65,8 +67,8 @@ def test_vm_settings_can_be_read_by_the_agent(cpi: CpiCalls, cluster: FakeCluste
 def test_create_vm_keeps_waiting_if_the_scheduler_has_not_seen_the_claim(
     cpi: CpiCalls, cluster: FakeCluster, message: str
 ) -> None:
-    """create_vm must not give up after `timeouts.unschedulable`, because the scheduler may not have seen the claim yet.
-    In this test, the scheduler never sees the claim, so create_vm waits until `timeouts.create_vm` has passed.
+    """create_vm must not give up after `timeouts.unschedulable`, because the scheduler might not have seen the claim
+    yet. In this test, the scheduler never sees the claim, so create_vm waits until `timeouts.create_vm` has passed.
     """
     cluster.pod_status = lambda _: unscheduled(f"0/1 nodes are available: {message}")
 
@@ -205,7 +207,7 @@ def test_repeated_create_vm_reuses_the_vm_unless_properties_differ(cpi: CpiCalls
     assert pod["spec"]["containers"][0]["resources"]["limits"] == {"memory": "128Mi"}
 
 
-def test_cpi_methods_report_a_missing_vm(cpi: CpiCalls) -> None:
+def test_cpi_methods_other_than_delete_vm_report_a_missing_vm(cpi: CpiCalls) -> None:
     assert cpi("delete_vm", "vm-bosh-" + "0" * 16) is None
     for method, arguments in (("set_vm_metadata", [{}]), ("reboot_vm", []), ("attach_disk", ["disk-bosh-" + "0" * 16])):
         cpi.refused("VMNotFound", method, "vm-bosh-" + "0" * 16, *arguments)
@@ -223,7 +225,7 @@ def test_invalid_vm_cid_is_rejected(cpi: CpiCalls, server: FakeApiServer, cid: s
     assert server.requests == []
 
 
-def test_evicted_vm_is_reported_as_missing(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_evicted_vm_is_reported_as_missing_and_can_be_deleted(cpi: CpiCalls, cluster: FakeCluster) -> None:
     vm = cpi.create_vm()
     cluster.patch(("pods", "bosh", vm), {"status": {"phase": "Failed", "reason": "Evicted"}})
 
@@ -439,7 +441,7 @@ IN_ZONE = {"key": "topology.kubernetes.io/zone", "operator": "In", "values": ["z
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_vm_cloud_properties_reach_the_pod(
+def test_vm_cloud_properties_are_applied_to_the_pod(
     cpi: CpiCalls, cluster: FakeCluster, properties: Object, path: str, wanted: object
 ) -> None:
     vm = cpi.create_vm(**properties)
@@ -496,9 +498,7 @@ def test_agent_is_copied_if_the_cluster_has_no_image_volumes(cpi: CpiCalls, clus
 
 
 def test_missing_agent_image_is_reported(cpi: CpiCalls, cluster: FakeCluster) -> None:
-    """The reason is in the init container's status. The VM container's status says only that it waits for the
-    init container.
-    """
+    """The CPI must read the reason from the init container's status, because the VM container is only waiting."""
     status = waiting("PodInitializing", "")
     status["initContainerStatuses"] = waiting("ErrImagePull", "pull: not found")["containerStatuses"]
     cluster.pod_status = lambda _: status
@@ -528,11 +528,11 @@ def test_current_vm_id_returns_the_cid_of_the_vm_that_runs_the_cpi(
     ],
     ids=["the directory of the agent", "live disks"],
 )
-def test_vm_directories_have_the_volume_type_that_they_need(
+def test_agent_directory_is_an_empty_dir_and_live_disks_are_on_a_host_path(
     cpi: CpiCalls, cluster: FakeCluster, properties: Object, path: str, kind: str
 ) -> None:
     """The agent's directory must be an emptyDir, because an agent without root cannot write into a directory that the
-    container runtime has created. Live disks must not be mounted in an emptyDir, because the kubelet would delete their
+    container runtime created. Live disks must not be mounted in an emptyDir, because the kubelet would delete their
     content together with the emptyDir.
     """
     vm = cpi.create_vm(**properties)
@@ -542,7 +542,7 @@ def test_vm_directories_have_the_volume_type_that_they_need(
     assert kind in volumes[mounts[path]]
 
 
-def test_labels_annotations_and_volumes_reach_the_pod(cpi: CpiCalls, cluster: FakeCluster) -> None:
+def test_labels_annotations_and_volumes_are_added_to_the_pod(cpi: CpiCalls, cluster: FakeCluster) -> None:
     volume = {"name": "dev", "mount_path": "/dev/x", "source": {"hostPath": {"path": "/dev"}}, "read_only": True}
 
     vm = cpi.create_vm(labels={"team": "a"}, annotations={"a/b": "c"}, volumes=[volume])

@@ -156,9 +156,9 @@ def test_create_vm_does_not_adopt_an_object_without_the_cpis_labels(
     vm = cpi.create_vm()
     cpi("delete_vm", vm)
     make(cluster, plural, f"data-{vm}" if plural == "persistentvolumeclaims" else vm, POD | CLAIM)
-    (stranger,) = cluster.snapshot().items()
+    (foreign,) = cluster.snapshot().items()
 
     with pytest.raises(CpiFailedError):
         cpi("create_vm", "agent-1", STEMCELL, {}, DYNAMIC, [], ENV)
 
-    assert stranger in cluster.snapshot().items()
+    assert foreign in cluster.snapshot().items()
