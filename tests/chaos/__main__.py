@@ -59,7 +59,7 @@ def pytest(arguments: Sequence[str]) -> int:
 
 
 def in_guest(arguments: Sequence[str]) -> int:
-    """Use a virtual machine to run the selected cases that need their own kernel, and write their rows."""
+    """Run the selected cases that need their own kernel in a virtual machine, and write their rows."""
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/chaos", "-m", "guest", *arguments],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The registry of cases by id. Test modules register their cases when they are imported."""
+"""The registry of cases, keyed by id. Test modules register their cases when they are imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Play = Callable[[Stand], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Case:
-    """A case, which is one scorecard row. ``scale`` says in what way ordinary runs are smaller than full ones."""
+    """A chaos case: one row of the scorecard. ``scale`` says how an ordinary run is smaller than a full run."""
 
     id: str
     fault: str
@@ -25,8 +25,8 @@ class Case:
     is_long: bool = False
     """Whether the case takes more than ten seconds. If so, the daily tests leave it out."""
     guest: bool = False
-    """Whether the case runs in the ``tests.support.guest`` virtual machine, because it needs to change clocks, or
-    needs cgroup v2, the device mapper or netem.
+    """Whether the case has to run in the ``tests.support.guest`` virtual machine. This is necessary for cases that
+    change clocks, or that need cgroup v2, the device mapper or netem.
     """
 
 

@@ -135,8 +135,9 @@ class Scorecard:
                     write(self._into, [self._whole(row.id)])
 
     def _whole(self, number: str) -> Row:
-        """Return one row for all runs of a case so far: that of the first failed run or, if none failed, of the last
-        run.
+        """Return one row for all runs of a case so far.
+
+        If a run has failed, this is the row of the first failed run. Otherwise, it is the row of the last run.
         """
         rows = self._rows[number]
         row = next((row for row in rows if row.verdict != "held"), rows[-1])

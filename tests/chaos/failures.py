@@ -86,7 +86,7 @@ def _of_witness() -> frozenset[str]:
 
 @cache
 def _cases() -> dict[str, tuple[Function, Mapping[str, list[Function]]]]:
-    """Return, for each case, its function and all functions that it may call, by name."""
+    """Map each case to its function and to a dict of the functions that it can call, keyed by name."""
     found: dict[str, tuple[Function, Mapping[str, list[Function]]]] = {}
     for module in MODULES:
         path = str(Path(module.__file__ or "").relative_to(ROOT))
@@ -123,14 +123,17 @@ def _messages(function: Function) -> Iterator[str]:
 
 
 def _rendered(node: ast.AST, assigned: Mapping[str, ast.AST]) -> Iterator[str]:
-    """Yield a text once for each sample, or nothing if all of the text is variable."""
+    """Yield a message once for each of ``SAMPLES``, with the sample in place of each variable part.
+
+    Yield nothing if the message has no constant part.
+    """
     parts = list(_parts(node, assigned))
     for sample in SAMPLES if any(parts) else ():
         yield "".join(sample if part is None else part for part in parts)
 
 
 def _parts(node: ast.AST, assigned: Mapping[str, ast.AST]) -> Iterator[str | None]:
-    """Yield the constant parts of a text, and None for each variable part."""
+    """Yield the constant parts of a message, and None for each variable part."""
     match node:
         case ast.Constant(value=str(text)):
             yield text

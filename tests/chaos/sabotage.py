@@ -67,7 +67,7 @@ class Saboteur:
         return self.case or self.row
 
     def applied(self, text: str) -> str:
-        """Return ``text`` with the change. Raises ``SabotageError`` unless ``before`` occurs exactly once."""
+        """Return ``text`` with the change applied. Raises ``SabotageError`` unless ``before`` occurs exactly once."""
         count = text.count(self.before)
         if count != 1:
             raise SabotageError(
@@ -77,9 +77,9 @@ class Saboteur:
 
 
 def play(playing: Sequence[Saboteur]) -> tuple[Row | None, list[Saboteur], str]:
-    """Run a case with these saboteurs' changes. Return the row, the saboteurs whose code ran, and the figures.
+    """Run a case with the changes of all saboteurs in ``playing``.
 
-    The row is None if the case was not run.
+    Return the row, the saboteurs whose code ran, and the figures. The row is None if the case was not run.
     """
     case = playing[0].played
     with tempfile.TemporaryDirectory(prefix="agent-shim-sabotage-", ignore_cleanup_errors=True) as name:
@@ -150,9 +150,9 @@ def report(saboteur: Saboteur) -> str:
 def tell(playing: Sequence[Saboteur], enter: Callable[[Saboteur, str], None]) -> int:
     """Run general saboteurs in one case, and pass each result (``caught``, ``did not run`` or ``held``) to ``enter``.
 
-    The first run applies all of them together. If the case passes and none of their code ran, all results are ``did not
-    run``. A saboteur whose mark is in the figures is caught. The others whose code ran are then run one by one. Those
-    whose code did not run are run together once more.
+    The first run applies all changes together. If the case passes and none of the changed code ran, all results are
+    ``did not run``. A saboteur is caught if its mark is in the figures. Each other saboteur whose code ran is then run
+    alone. The saboteurs whose code did not run are run together once more.
 
     Return the number of saboteurs that were not caught or gave no result.
     """

@@ -502,7 +502,7 @@ RESOURCES: Final = (
         "R-03",
         "does not notice that the OOM killer has killed a process",
         "agent_shim/supervisor/oom.py",
-        "        self._open.pop(0)\n        return True\n",
+        "        self._unclaimed.pop(0)\n        return True\n",
         "        return False\n",
         "no alert named the job|no alert reported",
     ),
@@ -715,8 +715,8 @@ GENERAL: Final = (
         "G-09",
         "leaves out the end of each file that it packs",
         "agent_shim/bulk/packing.py",
-        "        there, problem = self._sink.write_file(fd, runs, size)\n",
-        "        there, problem = self._sink.write_file(fd, [(begin, end * 9 // 10) for begin, end in runs], size)\n"
+        "        read_bytes, problem = self._sink.write_file(fd, runs, size)\n",
+        "        read_bytes, problem = self._sink.write_file(fd, [(begin, end * 9 // 10) for begin, end in runs], size)\n"
         f"        {RAN}\n",
         "I17:",
         mark="I17: a log is missing or incomplete|I17: a compiled package does not contain",

@@ -44,22 +44,23 @@ class Row:
 
     @property
     def outcome(self) -> str:
-        """The text of the outcome cell: the date of the last run, with the verdict unless it is ``held``."""
+        """The text of the outcome cell: the date of the last run, preceded by the verdict unless it is ``held``."""
         if self.verdict == HELD and self.played:
             return self.played
         return f"{self.verdict}, {self.played}" if self.played else self.verdict
 
     def dated(self, how_often: str) -> Row:
-        """Return this row with today's date, preceded by ``how_often`` if given. If the case was not run, return it
-        unchanged.
+        """Return this row with today's date, preceded by ``how_often`` if given. If the case was not run, return
+        the row unchanged.
         """
         if self.verdict == "not run":
             return self
         return replace(self, played=f"{how_often} on {time.strftime('%Y-%m-%d')}".removeprefix(" on "))
 
     def beside(self, known: Row | None) -> Row:
-        """Merge this row with the case's previous row. If both have the verdict ``held``, keep the dates of both
-        reduced and full runs.
+        """Merge this row with the case's previous row.
+
+        If both have the verdict ``held``, keep the dates of the last reduced run and the last full run.
         """
         if known is None:
             return self
@@ -71,12 +72,12 @@ class Row:
 
     @property
     def times(self) -> str:
-        """The date of the last reduced runs, and their number."""
+        """The entries in ``played`` about runs at reduced size."""
         return "; ".join(part for part in self.played.split("; ") if not part.startswith(FULL))
 
     @property
     def full(self) -> str:
-        """The entry for the last run at full size."""
+        """The entries in ``played`` about runs at full size."""
         return "; ".join(part for part in self.played.split("; ") if part.startswith(FULL))
 
 
@@ -91,7 +92,8 @@ def row_of(
     """Return a case's row, given pytest's reports on its setup, call and teardown.
 
     ``omitted`` are the invariants that were not checked, each with the reason. The row of a failed case
-    contains only the reason. Its figures are left out, because they could accidentally match a saboteur's pattern.
+    contains only the failure message. Its figures are left out, because they could accidentally match a saboteur's
+    pattern.
     """
     for report in reports:
         if not report.passed:
@@ -118,7 +120,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def earlier(text: str) -> dict[str, Row]:
-    """Parse a document and return its rows by id."""
+    """Parse a document and return its rows, keyed by case id."""
     rows = {}
     for line in text.partition(BEGIN)[2].partition(END)[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -131,8 +133,9 @@ def earlier(text: str) -> dict[str, Row]:
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Replace the rows of these cases in a document, which is created if missing. Several processes may call this at
-    the same time.
+    """Replace ``rows`` in a document, which is created if it does not exist.
+
+    Several processes may call this at the same time.
     """
     with _locked(path):
         text = path.read_text() if path.exists() else ""
@@ -158,8 +161,9 @@ def enter_saboteur(path: Path, case: str, caught: str) -> None:
 
 
 def enter_general(path: Path, saboteur: str, case: str, outcome: str) -> None:
-    """In the table of general saboteurs, record what happened when ``case`` ran with ``saboteur``. ``outcome`` is one
-    of ``OUTCOMES``.
+    """Record the ``outcome`` of running ``case`` with a general ``saboteur`` in the table of general saboteurs.
+
+    ``outcome`` is one of ``OUTCOMES``.
     """
     with _locked(path):
 
@@ -173,7 +177,7 @@ def enter_general(path: Path, saboteur: str, case: str, outcome: str) -> None:
 
 
 def _outcomes(cell: str) -> dict[int, str]:
-    """Parse a cell and return the outcomes by case number.
+    """Parse a cell and return the outcomes, keyed by case number.
 
     ``3 **4** (1-2 5)`` means that the saboteur was caught in case 3 but not in case 4, and that its code did not run in
     cases 1, 2 and 5.

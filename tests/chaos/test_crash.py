@@ -95,7 +95,7 @@ async def test_apply_killed_at_any_system_call_can_be_repeated(stand: Stand) -> 
 
 
 async def _reports(stand: Stand, version: str, where: str) -> None:
-    """Check that ``get_state`` reports this version's spec as applied."""
+    """Check that ``get_state`` reports the spec with this ``version`` as applied."""
     seen = (await stand.call("get_state"))["configuration_hash"]
     expect(seen == version, f"{where}: get_state reports version {seen}, but {version} was applied")
 
@@ -105,7 +105,11 @@ async def _ask(stand: Stand, method: str, *arguments: object) -> None:
 
 
 def _installed(world: RunningAgent, version: str) -> dict[str, tuple[int, bytes]]:
-    """Return the modes and contents of all package and job files, with the version numbers in them removed."""
+    """Return the mode and digest of each package and job file.
+
+    Check that each file named ``version`` contains the expected version. These files are then treated as empty so that
+    the results for two versions can be compared.
+    """
     found = {}
     for place in (world.base / "packages", world.base / "jobs"):
         for top in place.iterdir():
@@ -189,7 +193,7 @@ async def test_state_files_are_complete_after_the_agent_is_killed_during_a_write
 
 
 STANDING: Final = 'kill -STOP $$; exec "$@"'
-"""A shell script that stops itself, so that a tracer can attach to it, and then execs the agent."""
+"""A shell script that stops itself so that a tracer can attach to it, and then execs the agent."""
 
 
 def _stands(pid: int) -> bool:
@@ -199,12 +203,13 @@ def _stands(pid: int) -> bool:
 
 
 @case("C-04", "the agent is killed, and a job exits before the next agent starts", is_long=True)
-async def test_restarted_agent_restarts_only_the_job_that_died_while_no_agent_ran(stand: Stand) -> None:
+async def test_only_the_job_that_died_while_the_agent_was_down_is_reported_and_restarted(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(20)
     victim, pid = next(iter(stand.live().items()))
     state = Paths(stand.world.base).supervisor_state
-    # Wait until the agent has saved that the job runs. Otherwise the next agent would not notice that the job has died.
+    # Wait until the agent has saved that the job is running. Otherwise the next agent would not notice that the job has
+    # died.
 
     def saved() -> str:
         return str(json.loads(state.read_bytes().splitlines()[-1])["services"][victim]["state"])
@@ -233,7 +238,7 @@ async def test_restarted_agent_restarts_only_the_job_that_died_while_no_agent_ra
     "PID 1 gets SIGTERM while 20 jobs run, one of which ignores SIGTERM, and another needs 8 s to exit",
     is_long=True,
 )
-async def test_sigterm_to_pid_1_stops_all_jobs_in_order(stand: Stand) -> None:
+async def test_sigterm_to_pid_1_stops_all_jobs_and_kills_only_one_that_ignores_sigterm(stand: Stand) -> None:
     stand.contain()
     await stand.boot()
     jobs = {f"job{n}": _obedient(f"job{n}") for n in range(18)}
@@ -262,14 +267,14 @@ async def test_sigterm_to_pid_1_stops_all_jobs_in_order(stand: Stand) -> None:
 
 
 def _obedient(name: str, farewell: str = "") -> tuple[str, dict[str, str]]:
-    """Return a job whose process exits on SIGTERM, after it has recorded the signal in ``data/ended``."""
+    """Return a job whose process exits on SIGTERM after writing the job's name to ``data/ended``."""
     trap = f"trap '{farewell} echo {name} >> {{base}}/data/ended; exit 0' TERM"
     monit, programs = checked(name, f"echo $$ > {{run}}/{name}.pid; {trap}; while :; do sleep 0.1; done")
     return monit.replace('/ctl stop" with timeout 3 seconds', '/ctl stop" with timeout 20 seconds'), programs
 
 
 @case("C-06", "the agent gets SIGTERM while it compiles a package, and the compiling processes ignore SIGTERM")
-async def test_sigterm_stops_a_compilation_and_its_children(stand: Stand) -> None:
+async def test_sigterm_kills_compilation_processes_and_removes_their_files(stand: Stand) -> None:
     await stand.boot()
     stand.remember()
     script = f"echo $$ > {stand.world.base}/data/compiling\ntrap '' TERM\nsleep 100006 & sleep 100007\n"
@@ -291,7 +296,7 @@ async def test_sigterm_stops_a_compilation_and_its_children(stand: Stand) -> Non
 
 
 @case("C-07", "the container is killed and restarted with a new root file system and the old data")
-async def test_container_restarted_in_place_starts_its_jobs(stand: Stand) -> None:
+async def test_jobs_start_once_in_a_restarted_container_despite_stale_pidfiles(stand: Stand) -> None:
     stand.contain()
     await stand.boot()
     await stand.deploy(5)
@@ -336,12 +341,12 @@ async def test_replacing_the_agent_keeps_jobs_running_and_reports_the_lost_erran
     agent.send(signal.SIGTERM)
     await agent.wait()
     back = await stand.answers(5)
-    # As with the Go agent, a script that was running at the restart is lost, and the Director gets an error.
+    # As with the Go agent, a script that was running when the agent exited is lost, and the Director gets an error.
     error = await refused(stand, "get_task", task)
     expect("could not be found" in error, f"expected an error that the task could not be found, but got: {error}")
     stand.tell(
         f"the new agent answered after {back:.2f} s; none of 50 jobs was restarted; the errand was reported as lost, "
-        "as the Go agent does"
+        "as under the Go agent"
     )
 
 
@@ -350,7 +355,7 @@ async def test_replacing_the_agent_keeps_jobs_running_and_reports_the_lost_erran
     "an unexpected exception in each part of the agent that it restarts, first once, then repeatedly",
     is_long=True,
 )
-async def test_failing_part_of_the_agent_does_not_affect_other_parts(stand: Stand) -> None:
+async def test_failed_agent_part_is_restarted_and_repeated_failures_restart_the_agent(stand: Stand) -> None:
     if "-m agent_shim.cli" not in stand.world.command:
         raise CannotInjectError("needs an agent written in Python")
     part = stand.world.scratch / "part"
@@ -513,7 +518,7 @@ def _tree(top: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def _chosen(calls: Sequence[Told], agent: int, most: int) -> Iterator[tuple[int, str]]:
-    """Choose the system calls at which to kill. Yields pairs of a call number and an entry of ``VICTIMS``.
+    """Choose the system calls at which to kill. Yield pairs of a call number and an entry of ``VICTIMS``.
 
     At most ``most`` calls are chosen for each system call name, evenly spaced.
     """
@@ -530,8 +535,7 @@ def _chosen(calls: Sequence[Told], agent: int, most: int) -> Iterator[tuple[int,
 
 
 def _check_syncs(calls: Sequence[Told], packages: Path) -> None:
-    """Check that the file system is synced after a package's last change and before the package is renamed, and once
-    more after that.
+    """Check that the file system is synced between a package's last change and its rename, and again after the rename.
 
     Without a sync, data survives if the process is killed, but not if the machine crashes.
     """

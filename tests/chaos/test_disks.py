@@ -42,7 +42,7 @@ from tests.support.volumes import fill, fingerprint, holding, mount_ext4
 
 
 @case("D-03", "reads, writes and syncs fail, then the kernel makes the data disk read-only", is_long=True)
-async def test_apply_on_a_failing_disk_is_refused_until_the_disk_recovers(stand: Stand) -> None:
+async def test_apply_is_refused_but_jobs_keep_running_while_the_disk_fails(stand: Stand) -> None:
     device = loop_device(stand, 200)
     await stand.boot()
     await stand.deploy(2)
@@ -130,7 +130,7 @@ async def test_apply_refuses_incomplete_changed_and_missing_blobs(stand: Stand) 
 async def _until_it_fits(stand: Stand, *, inodes: int = 0) -> str:
     """Apply packages that do not fit on the disk, check the error, free space, and apply them again.
 
-    ``inodes`` is the number of free inodes if it is limited, otherwise 0.
+    If ``inodes`` is not 0, only that many inodes are free.
     """
     await stand.boot()
     data = stand.world.base / "data"
@@ -269,7 +269,7 @@ def _write_half_random(logs: Path, count: int) -> None:
 
 
 async def _move(logs: Path, count: int) -> None:
-    """Until cancelled, keep choosing a log file at random and removing, rotating or appending to it."""
+    """Remove, rename and extend log files chosen at random, until cancelled."""
     chance = random.Random(7)
     while True:
         gone, moved, grown = (f"{chance.randrange(count)}.log" for _ in range(3))
@@ -322,7 +322,7 @@ def _members(archive: Path) -> tuple[set[str], str]:
 
 
 @case("D-10", "/etc/hosts is a mount, and then a read-only mount")
-async def test_mounted_hosts_file_is_written_in_place(stand: Stand) -> None:
+async def test_sync_dns_writes_a_mounted_hosts_file_in_place_and_tolerates_a_read_only_one(stand: Stand) -> None:
     if os.geteuid() != 0:
         raise CannotInjectError("needs root to mount a file")
     await stand.boot()
@@ -372,7 +372,7 @@ while time.time() < ends_at:
     has_full=True,
     is_long=True,
 )
-async def test_rotation_loses_no_lines_from_a_log_in_use(stand: Stand) -> None:
+async def test_log_rotation_limits_sizes_and_loses_few_lines_from_a_log_in_use(stand: Stand) -> None:
     big, total = stand.of(10**9, 50 * 10**9), stand.of(64 << 20, 1 << 30)
     if (free := shutil.disk_usage(stand.world.scratch).free) < big + 10**10:
         raise CannotInjectError(f"needs {big // 10**9 + 10} GB of free disk space, but there are only {free // 10**9}")
@@ -427,8 +427,8 @@ def _write_logs(logs: Path, big: int) -> None:
 
 
 def _lost(log: Path) -> tuple[int, float]:
-    """Return the number of written lines that are neither in the log nor in its archives, and the longest time in
-    seconds between the lines before and after a loss.
+    """Return the number of lines that are missing from a log and its archives, and the duration of the longest gap in
+    seconds.
     """
     found = {}
     for path in log.parent.glob(f"{log.name}*"):
@@ -561,11 +561,11 @@ async def test_acknowledged_changes_survive_failed_state_writes(stand: Stand) ->
     stand.between = lambda: None
     await stand.world.until_running()
     told = f"{', '.join(counts)}, the last from call {last} on; {len(refused_methods)} of 6 actions were refused"
-    stand.tell(f"{told}; confirmed changes were kept, and all worked afterwards")
+    stand.tell(f"{told}; confirmed changes were kept, and everything worked afterwards")
 
 
 async def _until_refused(stand: Stand, version: str) -> dict[str, bool]:
-    """Send a Director's requests until one is refused. Return whether each request that was sent succeeded."""
+    """Send a Director's requests until one is rejected. For each method, return whether the request succeeded."""
     answers: dict[str, bool] = {}
     for method, *arguments in changes(stand, version):
         try:
@@ -590,8 +590,8 @@ async def _hold(stand: Stand, answers: Mapping[str, bool], version: str, where: 
         seen = state["configuration_hash"]
         expect(seen == version, f"{where}: get_state reports version {seen}, but {version} was applied")
     true = {("running", 2), ("stopped", 0)}
-    # If a stop or start failed, "failing" without processes is correct as well. The Go agent reports the same if its
-    # marker file is missing.
+    # If a stop or start failed, "failing" without processes is also correct. The Go agent reports the same if the file
+    # that marks the jobs as stopped is missing.
     if False in (answers.get("stop"), answers.get("start")):
         true.add(("failing", 0))
     try:

@@ -124,7 +124,7 @@ def _remove(group: Path) -> None:
     scale="60 s instead of 30 s to come back",
     guest=True,
 )
-async def test_exceeded_memory_limit_of_a_job_or_container_is_reported(stand: Stand) -> None:
+async def test_jobs_killed_at_a_memory_limit_are_reported_and_restarted(stand: Stand) -> None:
     if "vcap:" not in Path("/etc/passwd").read_text():
         _do("useradd", "--uid", "1000", "vcap")
     stand.world.scratch.chmod(0o755)
@@ -181,7 +181,7 @@ async def test_exceeded_memory_limit_of_a_job_or_container_is_reported(stand: St
 
 
 @case("N-07", "the agent's certificate expires while it is connected, because the clock is set 2 h ahead", guest=True)
-async def test_agent_survives_the_expiry_of_its_certificate(stand: Stand) -> None:
+async def test_agent_reports_an_expired_certificate_and_reconnects_with_a_new_one(stand: Stand) -> None:
     def settings(pair: Pair) -> None:
         document = json.loads(stand.world.source.read_text())
         document["env"]["bosh"]["mbus"]["cert"] |= {"certificate": pair.certificate, "private_key": pair.private_key}
@@ -244,7 +244,7 @@ def _clock(ahead: float) -> Iterator[None]:
 
 
 @case("D-04", "a disk hangs", scale="60 s instead of 600 s", has_full=True, guest=True)
-async def test_hanging_disk_does_not_delay_other_requests(stand: Stand) -> None:
+async def test_hanging_disk_does_not_delay_requests_or_heartbeats(stand: Stand) -> None:
     volume = stand.world.scratch / "volume"
     name = stand.after.enter_context(_mapped(stand.world.scratch / "image", volume))
     stand.world.write_settings()
@@ -283,7 +283,7 @@ async def test_hanging_disk_does_not_delay_other_requests(stand: Stand) -> None:
 
 
 async def _seconds(stand: Stand, agent: str, method: str, *arguments: object) -> float:
-    """Return the duration of a request in seconds."""
+    """Send a request and return how many seconds the reply took."""
     begun_at = time.monotonic()
     await stand.world.director.value(agent, method, *arguments, timeout=20)
     return time.monotonic() - begun_at
@@ -292,7 +292,7 @@ async def _seconds(stand: Stand, agent: str, method: str, *arguments: object) ->
 @contextmanager
 def _mapped(image: Path, point: Path) -> Iterator[str]:
     """Mount a volume through the device mapper. Yield the device name."""
-    # Use a new name each time, because the previous device may not have been removed yet.
+    # Use a new name each time, because the previous device might not have been removed yet.
     name = f"agent-shim-chaos-{uuid.uuid4().hex[:8]}"
     point.mkdir()
     _do("truncate", "-s", "64M", str(image))
@@ -329,7 +329,7 @@ async def test_requests_are_answered_over_a_lossy_connection(stand: Stand) -> No
     await stand.deploy(3)
     stand.remember()
     requests = []
-    # Keep the packet loss low. With 20 % loss, TCP itself needs 5 s or more for one request in ten.
+    # Keep the packet loss low. With 20% loss, TCP itself needs 5 s or more for one request in ten.
     async with _netem(stand.proxy.port, "delay 500ms 300ms loss 2% duplicate 5%"):
         beats, begun_at = len(stand.monitor.of("heartbeat", AGENT)), time.monotonic()
         for number in range(20):
@@ -343,7 +343,8 @@ async def test_requests_are_answered_over_a_lossy_connection(stand: Stand) -> No
         took = time.monotonic() - begun_at
         beats = len(stand.monitor.of("heartbeat", AGENT)) - beats
         expect(beats >= int(took / 35), f"only {beats} heartbeats arrived in {took:.0f} s")
-    await stand.answers(10)  # removing the qdisc also drops the packets in its queue, so wait until they are sent again
+    # Removing the qdisc also drops the packets in its queue, so wait until they are retransmitted.
+    await stand.answers(10)
     expect(max(requests) < 5, f"a request took {max(requests):.1f} s, but the limit is 5 s")
     stand.tell(f"the slowest request took {max(requests):.1f} s; a heartbeat arrived within {beat:.0f} s")
 

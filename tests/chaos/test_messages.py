@@ -25,7 +25,7 @@ PINGS_PER_S: Final = 5000
     has_full=True,
     is_long=True,
 )
-async def test_malformed_requests_do_not_delay_pings(stand: Stand) -> None:
+async def test_malformed_requests_neither_delay_pings_nor_restart_jobs(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(2)
     for message in BAD:
@@ -90,8 +90,10 @@ def _mb(size: int) -> str:
 
 
 async def _flood(stand: Stand) -> tuple[int, float, float]:
-    """Flood the agent with requests. Return the number of pings sent per second, the seconds from the end of the flood
-    until the next heartbeat, and the seconds until a later ping is answered.
+    """Flood the agent with requests. Return the number of pings sent per second and two durations in seconds.
+
+    The durations are measured from the end of the flood until the next heartbeat, and from a later ping until its
+    reply.
     """
     tasks = [asyncio.create_task(stand.call("run_script", "nothing", {}, timeout=60)) for _ in range(200)]
     asked = [asyncio.create_task(stand.call("get_task", "none", timeout=60)) for _ in range(5000)]
@@ -115,7 +117,7 @@ async def _flood(stand: Stand) -> tuple[int, float, float]:
 
 
 @case("M-03", "an errand prints 50 MB, half of it quotation marks and invalid UTF-8", is_long=True)
-async def test_errand_with_50_mb_of_output_is_answered(stand: Stand) -> None:
+async def test_reply_to_an_errand_with_50_mb_of_output_is_truncated(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(1)
     stand.remember()
@@ -126,4 +128,4 @@ async def test_errand_with_50_mb_of_output_is_answered(stand: Stand) -> None:
     expect(result["exit_code"] == 0, f"the errand's exit code is {result['exit_code']} instead of 0")
     kept = len(result["stdout"])
     expect(kept > 100_000, f"the reply contains only {kept} characters of the output")
-    stand.tell(f"the reply had {size >> 10} KiB")
+    stand.tell(f"the reply was {size >> 10} KiB long")

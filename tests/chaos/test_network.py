@@ -89,7 +89,7 @@ async def test_agent_survives_a_suspended_bus_server(stand: Stand) -> None:
     has_full=True,
     is_long=True,
 )
-async def test_agent_survives_repeated_disconnections(stand: Stand) -> None:
+async def test_agent_reconnects_at_most_once_a_second_after_repeated_disconnections(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -177,7 +177,7 @@ async def test_agent_reconnects_when_its_bus_user_is_restored(stand: Stand) -> N
 
 
 @case("N-13", "a request arrives four times, and results are queried late and in reverse order")
-async def test_repeated_request_takes_effect_once(stand: Stand) -> None:
+async def test_repeated_request_takes_effect_once_and_results_can_be_queried_late(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(1)
     stand.remember()
@@ -281,7 +281,7 @@ async def names(stand: Stand) -> AsyncIterator[NameServer]:
     "the bus server's name cannot be resolved (NXDOMAIN, SERVFAIL, no answer for 30 s), then has another address",
     is_long=True,
 )
-async def test_agent_survives_faulty_name_servers(stand: Stand) -> None:
+async def test_agent_survives_name_server_failures_and_follows_a_new_address(stand: Stand) -> None:
     async with names(stand) as server, Proxy(stand.proxy.target, "127.0.0.2", stand.proxy.port) as other:
         stand.world.urls = (f"nats://{SERVER}:{stand.proxy.port}",)
         await stand.boot()
@@ -378,7 +378,7 @@ def _nonsense() -> dict[str, bytes]:
     attack="a neighbour poses as the bus and sends invalid data",
     is_long=True,
 )
-async def test_agent_survives_invalid_server_messages(stand: Stand) -> None:
+async def test_agent_survives_invalid_and_split_server_messages(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()
@@ -467,7 +467,7 @@ class _Member(NatsBus):
 
 
 @case("N-06", "the bus server of 1000 agents restarts", is_long=True, scale="simplified agents, server down for 20 s")
-async def test_a_thousand_agents_reconnect_to_a_restarted_server(stand: Stand) -> None:
+async def test_a_thousand_agents_spread_out_their_reconnections(stand: Stand) -> None:
     await stand.boot()
     await stand.deploy(3)
     stand.remember()

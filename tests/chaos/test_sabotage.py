@@ -44,7 +44,7 @@ def test_each_saboteur_change_can_be_applied(saboteur: Saboteur) -> None:
 
 
 @pytest.mark.parametrize("saboteur", [*SABOTEURS, *GENERAL], ids=lambda one: one.row)
-def test_each_saboteur_pattern_matches_its_cases_messages(saboteur: Saboteur) -> None:
+def test_each_saboteur_pattern_matches_a_message_from_its_case(saboteur: Saboteur) -> None:
     """If a message were changed but not the pattern, the saboteur would no longer be caught. General saboteurs run with
     every case, so for them any case counts.
     """

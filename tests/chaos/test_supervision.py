@@ -79,13 +79,12 @@ async def test_jobs_that_exit_immediately_are_restarted_with_growing_delays(stan
         f"a job that exits at once is reported as {states['bad0']}",
     )
     expect(stand.live()["good"] == good, "another job was restarted")
-    stand.tell(
-        f"each job was started {min(starts)} to {max(starts)} times in {minutes} min, and reported as {states['bad0']}"
-    )
+    count = f"{min(starts)}" if min(starts) == max(starts) else f"{min(starts)} to {max(starts)}"
+    stand.tell(f"each job was started {count} times in {minutes} min, and reported as {states['bad0']}")
 
 
 @case("S-03", "a daemon writes its pidfile late, or never", is_long=True)
-async def test_daemon_with_a_late_pidfile_is_started_once(stand: Stand) -> None:
+async def test_daemon_with_a_late_or_missing_pidfile_is_started_only_once(stand: Stand) -> None:
     await stand.boot()
     late = "(setsid sleep 100001 & echo $! > {base}/data/late.pid; sleep 2; cp {base}/data/late.pid {run}/late.pid) &"
     never = "setsid sleep 100002 &"
@@ -164,7 +163,7 @@ async def test_processes_with_reused_pids_receive_no_signals(stand: Stand) -> No
     stand.remember()
     rounds = str(stand.of(300, 10_000))
     program = [sys.executable, "-m", "tests.support.programs.reuse", str(stand.world.scratch / "reuse"), rounds, "5"]
-    # Run a shell as PID 1 of the namespace, so that it adopts the orphans that the program leaves behind.
+    # Run a shell as PID 1 of the namespace so that it adopts the orphans that the program leaves behind.
     inside = ["sh", "-c", '"$@"; exit $?', "sh", *program]
     apart = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--", *inside]
     done = await asyncio.to_thread(
@@ -192,7 +191,7 @@ for _ in range({children}):
 
 
 @case("S-06", "50 000 orphans exit in 10 bursts while the agent is PID 1", is_long=True)
-async def test_agent_as_pid_1_reaps_orphans(stand: Stand) -> None:
+async def test_agent_as_pid_1_reaps_orphans_and_reports_errand_exit_codes(stand: Stand) -> None:
     stand.contain()
     await stand.boot()
     await stand.deploy(2)
@@ -266,7 +265,7 @@ async def test_faulty_stop_programs_leave_no_processes(stand: Stand) -> None:
 
 
 @case("S-09", "start programs hang, print endlessly, or leave their output open", is_long=True)
-async def test_faulty_start_programs_do_not_delay_other_jobs(stand: Stand) -> None:
+async def test_faulty_start_programs_neither_delay_other_jobs_nor_fill_the_disk(stand: Stand) -> None:
     await stand.boot()
     talk = "echo $$ > {run}/talks.pid; (yes | head -c 200000000); " + SLEEPER
     leave = "sleep 100005 & echo $$ > {run}/leaves.pid; " + SLEEPER
@@ -417,7 +416,7 @@ async def test_invalid_monit_files_do_not_affect_other_jobs(stand: Stand) -> Non
 
 
 def _placed(job: tuple[str, dict[str, str]], name: str, place: str) -> tuple[str, dict[str, str]]:
-    """Return a job whose directory is named ``place``, while its monit check is named ``name``."""
+    """Return a job whose directory is named ``place`` and whose monit check is named ``name``."""
     return job[0].replace(f"jobs/{name}/", f"jobs/{place}/"), job[1]
 
 
@@ -449,7 +448,7 @@ exec python3 -c 'import time; x = bytearray(200 << 20); time.sleep(100000)'"""
 
 
 @case("S-14", "the targets of network checks never answer, send one byte a second, or send endlessly", is_long=True)
-async def test_hanging_checks_do_not_delay_restarts(stand: Stand) -> None:
+async def test_hanging_network_checks_do_not_delay_restarts(stand: Stand) -> None:
     await stand.boot()
 
     # Catch the cancellation at the end of the case, because Python 3.11 logs a cancelled handler as an error.
@@ -500,7 +499,7 @@ DAY: Final = 24 * 3600
 @case(
     "S-15", "the clock jumps a day ahead, a day back, and to 1970", scale="no suspension, no leap second", is_long=True
 )
-async def test_clock_jumps_do_not_change_intervals(stand: Stand) -> None:
+async def test_clock_jumps_affect_only_certificate_checks(stand: Stand) -> None:
     library = next(iter(Path("/usr/lib").glob("*/faketime/libfaketime.so.1")), None)
     if library is None:
         raise CannotInjectError("needs the Debian package faketime")

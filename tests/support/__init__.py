@@ -1,1 +1,1 @@
-"""Shared test helpers: real servers, real peers and private directories."""
+"""Helpers that tests and tools share, such as a message bus, a Director, simulated machines and volumes."""

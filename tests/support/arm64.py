@@ -63,8 +63,9 @@ def main(arguments: list[str]) -> int:
 
 
 def enable_emulation() -> None:
-    """Register the emulator with ``binfmt_misc``, so that the kernel can start arm64 programs. Mount ``binfmt_misc``
-    first if it is not mounted, as is usual in containers.
+    """Register the emulator with ``binfmt_misc`` so that the kernel can start arm64 programs.
+
+    Mount ``binfmt_misc`` first if necessary, because containers usually do not have it.
     """
     if not (BINFMT / "register").exists():
         subprocess.run(["mount", "-t", "binfmt_misc", "binfmt_misc", BINFMT], check=True)

@@ -81,7 +81,7 @@ class Machine:
     writer: asyncio.StreamWriter
 
     async def run(self, line: str) -> tuple[int, str]:
-        """Run one line of shell outside the container. Return its exit code and output."""
+        """Run a shell command on the machine, outside the container. Return its exit code and output."""
         self.writer.write(f"{line}\n".encode())
         return await self.answer()
 
@@ -98,7 +98,7 @@ class Machine:
         return output
 
     async def stop(self) -> int:
-        """Send SIGTERM to PID 1 of the container, as a runtime does to stop it. Return its exit code."""
+        """Send SIGTERM to PID 1 of the container, as a runtime does to stop a container. Return its exit code."""
         return int((await self.run("kill -TERM $(pgrep -P $container); wait $container; echo $?"))[1])
 
     async def power_off(self) -> int:

@@ -24,7 +24,7 @@ ATTACKERS: Final[Mapping[str, str]] = {
     "settings": "Errors in settings",
     "a worker": "Worker defects",
 }
-"""Maps each phrase that may begin an attack's description to the heading of the attack's section."""
+"""Maps each phrase that can begin an attack's description to the heading of the attack's section."""
 
 
 @cache

@@ -40,7 +40,7 @@ class NatsServer(broker.NatsServer):
 
     @property
     def pid(self) -> int:
-        """Process id of the running server."""
+        """PID of the running server."""
         return self._running.pid
 
     async def add_agents(self, agent_ids: Iterable[str], *, bootstrap: bool = True) -> None:
@@ -64,7 +64,7 @@ class NatsServer(broker.NatsServer):
         self._signal(signal.SIGSTOP)
         threads = Path(f"/proc/{self.pid}/task")
         while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in threads.glob("*/stat")):
-            time.sleep(0.001)  # The kernel stops each thread only when that thread is scheduled again.
+            time.sleep(0.001)  # Each thread stops only when the kernel next schedules it.
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)

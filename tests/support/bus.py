@@ -49,7 +49,7 @@ async def echo(data: bytes) -> tuple[str, bytes] | None:
 async def on_bus(
     mbus: Mbus, agent_id: str = "agent", handle: Handle = echo, *, timing: BusTiming = FAST, **options: Any
 ) -> AsyncIterator[NatsBus]:
-    """Run a ``NatsBus`` during the block. It may not be connected yet when the block begins."""
+    """Run a ``NatsBus`` during the block. It might not be connected yet when the block begins."""
     bus = NatsBus(agent_id, mbus, handle, timing=timing, **options)
     running = asyncio.create_task(bus.run(), name="bus")
     try:
@@ -73,7 +73,7 @@ class Talk:
 
 @asynccontextmanager
 async def talking(where: Path, *, agent_id: str = "agent", **options: Any) -> AsyncIterator[Talk]:
-    """Start a server, and connect an agent that echoes requests, a Director and a Health Monitor."""
+    """Start a server, and connect a Director, a Health Monitor, and an agent that echoes requests."""
     async with NatsServer(where) as server:
         await server.add_agent(agent_id)
         async with (
@@ -109,7 +109,7 @@ class ClientConnection:
         self._writer.write(data)
 
     async def push(self, data: bytes) -> None:
-        """Send data and wait until the client has received it."""
+        """Send data, and wait while too much unsent data is buffered."""
         self._writer.write(data)
         # The event loop has to run once to notice that the connection is lost. Otherwise drain() would accept data
         # forever.
@@ -136,7 +136,7 @@ class ClientConnection:
         self.send(b"PONG\r\n")
 
     def shrink_receive_buffer(self) -> None:
-        """Shrink the socket's receive buffer, so that the kernel buffers only a few kilobytes of unread data."""
+        """Shrink the socket's receive buffer so that the kernel buffers only a few kilobytes of unread data."""
         self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
 
     async def answer_pings(self) -> None:
@@ -201,7 +201,7 @@ class FakeServer:
 
 @asynccontextmanager
 async def facing(*scripts: Script, info: bytes = INFO, **options: Any) -> AsyncIterator[NatsBus]:
-    """Run a bus that is connected to a ``FakeServer`` with these scripts."""
+    """Run a bus that is connected to a ``FakeServer`` with ``scripts``."""
     fake = FakeServer(*scripts, info=info, authority=Authority())
     async with fake.serving() as server, on_bus(server.mbus, **options) as bus:
         yield bus

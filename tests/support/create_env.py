@@ -144,7 +144,7 @@ class AgentClient:
 
 
 def dav_path(blob_id: str) -> str:
-    """Return a blob's URL path. The directory is the beginning of the blob id's SHA-1."""
+    """Return a blob's URL path. The directory is named after the first two hex digits of the blob id's SHA-1 hash."""
     return f"/blobs/{hashlib.sha1(blob_id.encode()).hexdigest()[:2]}/{blob_id}"
 
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def none_free() -> Iterator[Callable[[], bool]]:
-    """Use up this process's file descriptors: lower the limit to 200 during the block, and open files until it is
-    reached.
+    """Use up this process's file descriptors. During the block, their number is limited to 200.
 
     Yields a function that uses up any descriptors that have become free since then, and returns True.
     """

@@ -1,4 +1,4 @@
-"""Finds the differences between two structs, so that a failed comparison can report them."""
+"""Finds the differences between two structs so that a failed comparison can report them."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Environment:
                     return
 
     async def deploy(self, release: Mapping[str, Mapping[str, str | bytes]] | None = None) -> None:
-        """Deploy jobs (by default one that sleeps) as the Director does, and wait until they run."""
+        """Deploy jobs (by default one that sleeps) as the Director does, and wait until they are running."""
         spec = jobs.spec(self.blobs, release or {"sleeper": jobs.sleeper(Paths(), "sleeper")})
         await self.until_pong()
         await self.director.run(AGENT, "apply", spec)
@@ -90,7 +90,7 @@ class Environment:
         await self.until_state("running")
 
     async def until_state(self, wanted: str) -> None:
-        """Wait until the jobs have the given state. After a restart, wait for the agent to answer first."""
+        """Wait until the agent answers and reports the job state ``wanted``."""
         await self.until_pong()
         async with asyncio.timeout(self.timeout_s):
             while (await self.director.value(AGENT, "get_state"))["job_state"] != wanted:

@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
 
 @dataclass
 class Fleet:
-    """The machines by agent ID. They are all killed when the ``fleet`` block exits."""
+    """Machines with one agent each, keyed by agent ID. All of them are killed when the ``fleet`` block exits."""
 
     scratch: Path
     server: NatsServer
@@ -104,7 +104,7 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(scratch: Path) -> AsyncIterator[Fleet]:
-    """Run a bus and a Director that polls tasks without pauses. At first there are no machines."""
+    """Run a bus and a Director that polls tasks at short intervals. At first there are no machines."""
     director = Director(poll=0.01)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(NatsServer(scratch / "bus"))

@@ -30,7 +30,7 @@ NAMES = ("web", "worker", "db")
 def leave_as_the_go_agent(machine: Machine) -> None:
     """Write the directory tree that the Go agent leaves after ``apply`` and ``start`` (agent/applier, jobsupervisor).
 
-    The job in this tree logs the pid of each start.
+    Each job in this tree records the pid of every start.
     """
     vcap, package = machine.vcap, "/var/vcap/data/packages/tool/digest"
     for path in ("monit/job", "bosh", "data/sys/run", "data/sys/log", "jobs", "packages", "instance"):
@@ -92,7 +92,7 @@ def starts(machine: Machine) -> dict[str, list[str]]:
 
 
 async def until_monit_has(machine: Machine, expected: int) -> None:
-    """Wait until monit reports this many processes as running."""
+    """Wait until monit reports ``expected`` processes as running."""
     async with asyncio.timeout(60):
         while True:
             shown = machine.popen(["monit", "-c", "/var/vcap/monit/monitrc", "summary"], stdout=subprocess.PIPE)
@@ -111,7 +111,7 @@ TASK: Final = "task-of-before"
 
 
 def write_all_state_files(machine: Machine, disk: str) -> None:
-    """Write the rest of the files that the Go agent keeps below ``bosh``. ``disk`` is the disk that it had mounted.
+    """Write the remaining files that the Go agent keeps below ``bosh``. ``disk`` is the disk that it had mounted.
 
     Formats: agent/task/concrete_manager.go, platform/linux_platform.go, platform/bootstrap_state.go, agent/bootonce.
     """

@@ -6,7 +6,7 @@ hanging disks or changed clocks.
 runs a command as root on a copy of this project in the guest, and exits with the command's exit code. The CPU is
 emulated, so the guest needs no virtualization support. The guest affects nothing on the host, and has no network. Files
 are copied in as a tar archive on one disk, and copied out as a tar archive on another. With ``--image``, a third disk
-with our image's files is mounted at ``/image``, so that podman in the guest can run containers from it.
+with our image's files is mounted at ``/image`` so that podman in the guest can run containers from it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def run(command: Sequence[str], out: Path, *, limit: float = LIMIT, has_image: b
     """Run a command in a new guest, in the guest's copy of this project. Return the command's exit code.
 
     The command's output is streamed to standard output. Files that it leaves in the guest's ``/out`` are copied to
-    ``out``. With ``has_image``, our image is built first and passed to the guest. Raises ``GuestError``.
+    ``out``. With ``has_image``, our image is built first and passed to the guest. Raises ``GuestError`` if the command
+    does not finish.
     """
     base = _base()
     with tempfile.TemporaryDirectory(prefix="agent-shim-guest-") as name:

@@ -106,20 +106,20 @@ class RunningAgent:
 
     @property
     def beside(self) -> Path:
-        """The directory with the pidfiles of programs that the command runs alongside the agent.
+        """The directory with the pidfiles of programs that ``command`` runs alongside the agent.
 
         The processes named in its ``*.pid`` files are included in the agent's measurements. Its ``group`` file contains
-        the ID of a process group that keeps running when the agent is killed or restarted. ``end_what_is_beside`` kills
-        that group.
+        the ID of a process group that keeps running when the agent is killed or restarted. ``end_programs_beside``
+        kills that group.
         """
         return self.scratch / "beside"
 
     def pss(self) -> float:
-        """Return the memory (PSS in MB) of the agent and of the programs that run alongside it."""
+        """Return the memory (PSS in MB) that the agent and the programs alongside it use."""
         return sum(map(pss, self.together()))
 
     def own_memory(self) -> float:
-        """Return the private dirty memory of the agent and of the programs that run alongside it, in MB.
+        """Return the private dirty memory, in MB, of the agent and the programs alongside it.
 
         Unlike PSS, this value does not depend on other processes, so the difference between two measurements is
         meaningful.
@@ -127,17 +127,17 @@ class RunningAgent:
         return sum(map(own_memory, self.together()))
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time of the agent and of the programs that run alongside it, in seconds."""
+        """Return the CPU time, in seconds, that the agent and the programs alongside it have used."""
         return sum(map(cpu_seconds, self.together()))
 
     def together(self) -> list[int]:
-        """Return the pids of the agent and of the programs that run alongside it."""
+        """Return the pids of the agent and the programs alongside it."""
         return [self.pid, *(int(path.read_text()) for path in self.beside.glob("*.pid"))]
 
     async def start_agent(self) -> float:
         """Start the agent.
 
-        Return the seconds from exec to the agent's first pong. Raises ``HostError`` if it exits before that.
+        Return the seconds from exec to the agent's first pong. Raises ``HostError`` if the agent exits before then.
         """
         if not self.config.exists():
             self.write_settings()
@@ -152,14 +152,14 @@ class RunningAgent:
                     return time.monotonic() - begun_at
                 except RpcTimeoutError:
                     if not self.is_apart and self.agent is not None and self.agent.is_over:
-                        raise HostError(f"cannot start the agent: it has ended: {self._last_words()}") from None
+                        raise HostError(f"cannot start the agent: it has exited: {self._last_words()}") from None
 
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
     def log_text(self) -> str:
-        """Return the agent's log, or "" before its first start."""
+        """Return the agent's log, or "" if there is none."""
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def forget_log(self) -> None:
@@ -205,8 +205,9 @@ class RunningAgent:
         }
 
     async def stop_agent(self) -> int | None:
-        """Stop the agent if it is running, with SIGTERM or, if it runs in its own PID namespace, with SIGKILL. Return
-        its exit code.
+        """Stop the agent if it is running, and return its exit code.
+
+        An agent in its own PID namespace gets SIGKILL. Any other agent gets SIGTERM.
         """
         if self.agent is None:
             return None
@@ -234,7 +235,7 @@ class RunningAgent:
         status = await process.spawn(argv, env=dict(os.environ), stdout=out, stderr=out).wait()
         return status, out.read_text()
 
-    def end_what_is_beside(self) -> None:
+    def end_programs_beside(self) -> None:
         """Kill the programs that run alongside the agent. Stop the agent first, because it would restart the jobs."""
         with suppress(FileNotFoundError, ProcessLookupError):
             os.killpg(int((self.beside / "group").read_text()), signal.SIGKILL)
@@ -280,7 +281,8 @@ class RunningAgent:
     ) -> dict[str, Any]:
         """Return a spec with ``jobs`` sleeping jobs and ``packages`` packages.
 
-        Each package has ``size`` bytes, half of them random. ``more`` maps the names of additional jobs to their files.
+        Each package contains ``size`` bytes, half of them random. ``more`` maps the names of additional jobs to their
+        files.
         """
         names = [f"job{number}" for number in range(jobs)]
         files: dict[str, str | bytes] = {f"{job}/{path}": text for job, of in more.items() for path, text in of.items()}
@@ -328,8 +330,8 @@ class RunningAgent:
         return found
 
     async def run(self, method: str, *arguments: Any, limit: float | None = None) -> float:
-        """Run an action for at most ``limit`` seconds, and poll its task until it has finished. Return how long it took
-        in seconds.
+        """Run an action, wait for its task to finish, and return the duration in seconds. ``limit`` is the timeout in
+        seconds.
         """
         begun_at = time.monotonic()
         await self.director.run(self.agent_id, method, *arguments, limit=limit)
@@ -358,8 +360,8 @@ async def _echo(data: bytes) -> tuple[str, bytes]:
 async def bystander(w: RunningAgent) -> AsyncIterator[None]:
     """Run ``BYSTANDER``, a client on the bus that only answers requests.
 
-    A slow machine delays its answers as well, so a comparison shows how much of the agent's delay is due to the
-    machine.
+    A slow machine delays the bystander's answers as well, so a comparison with them shows how much of the agent's delay
+    is due to the machine.
     """
     await w.server.add_agent(BYSTANDER)
     bus = NatsBus(BYSTANDER, w.server.mbus(BYSTANDER), _echo)
@@ -397,7 +399,7 @@ async def world(command: str, *, poll: float = 0) -> AsyncIterator[RunningAgent]
                     yield made
                 finally:
                     await made.stop_agent()
-                    made.end_what_is_beside()
+                    made.end_programs_beside()
                     for pid in made.pids().values():
                         survivor = process.adopt(pid)
                         if survivor is not None:

@@ -32,7 +32,7 @@ def spec(
 ) -> dict[str, Any]:
     """Store jobs and packages in the blobstore, and return an apply spec for them.
 
-    ``jobs`` and ``packages`` each map a name to its files, as a map from path to content.
+    ``jobs`` and ``packages`` map each name to a mapping of file paths to contents.
     """
     files = {f"{job}/{path}": text for job, content in jobs.items() for path, text in content.items()}
     templates = [{"name": name, "version": version} for name in jobs]

@@ -23,10 +23,10 @@ Told = dict[str, Any]
 async def killed(
     stand: Stand, number: int, who: str, places: Sequence[Path], work: Callable[[], Awaitable[None]]
 ) -> Told:
-    """Kill the agent or its children (``who``, see ``tracer.py``) at the ``number``-th system call that changes a file
-    below ``places`` during ``work``.
+    """Kill processes at the ``number``-th system call that changes a file below ``places`` during ``work``.
 
-    Return the tracer's report once the agent is running again. ``work`` may have failed or may still be unfinished.
+    ``who`` selects the agent or its children (see ``tracer.py``). Return the tracer's report once the agent is running
+    again. By then, ``work`` may have failed or may still be unfinished.
     """
     pid = stand.pid
     async with tracing(pid, number, who, places) as lines:
@@ -50,8 +50,9 @@ async def killed(
 
 
 async def recorded(stand: Stand, places: Sequence[Path], work: Callable[[], Awaitable[None]]) -> list[Told]:
-    """Run ``work`` without killing anything. Return a report on each system call with which the agent or one of its
-    children changes a file below ``places``.
+    """Run ``work`` without killing anything. Return a report on each system call that changes a file below ``places``.
+
+    Calls by the agent and by its children are reported.
     """
     async with tracing(stand.pid, 0, "root", places) as lines:
         reading = asyncio.create_task(lines.read())
@@ -101,10 +102,10 @@ async def tracing(pid: int, number: int, who: str, places: Sequence[Path]) -> As
 
 
 async def sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int, int]:
-    """Run ``point`` for every ``step``-th call number, killing the agent at that call. Stop when two runs in a row end
-    before they reach their call.
+    """Call ``point`` for every ``step``-th system call number. ``point`` kills the agent at that call.
 
-    A single such run is not enough, because the number of calls varies by one or two between runs.
+    Stop when two runs in a row finish before they reach their call. One such run is not enough, because the number of
+    calls varies by one or two between runs.
 
     Return the number of kills and the number of the last call.
     """
@@ -122,8 +123,8 @@ async def sweep(point: Callable[[str], Awaitable[Told]], step: int) -> tuple[int
 async def tidied(places: Sequence[Path], where: str) -> None:
     """Check that no half-written files have been left behind.
 
-    Each temporary file that exists now must disappear within 5 s. Temporary files that appear later are ignored. They
-    have new names, because they belong to later writes.
+    Each temporary file that exists now must disappear within 5 s. Temporary files of later writes have new names and
+    are ignored.
     """
 
     def left() -> set[Path]:
@@ -139,7 +140,7 @@ def places_of_state(base: Path) -> list[Path]:
 
 
 def changes(stand: Stand, version: str) -> Sequence[tuple[Any, ...]]:
-    """Change the CPI's settings, and return requests that together change every state file."""
+    """Change the settings file as a CPI would, and return requests that together change every state file."""
     document = json.loads(stand.world.source.read_text())
     document["vm"]["name"] = version
     stand.world.source.write_text(json.dumps(document))

@@ -11,7 +11,7 @@ LIMITS: Final = (
     (
         "size of a reply over NATS",
         "core.wire.MAX_REPLY_BYTES",
-        "it is shortened or replaced with an error, as the Go agent does",
+        "it is shortened or replaced with an error, as under the Go agent",
     ),
     ("outgoing data waiting for a slow NATS server", "edges.bus.link.MAX_BACKLOG_BYTES", "publishing fails"),
     ("requests in progress", "edges.bus.nats.MAX_REQUESTS", "further requests are dropped and counted"),
@@ -20,7 +20,7 @@ LIMITS: Final = (
         "actions.tasks.MAX_HELD",
         "further requests are answered immediately",
     ),
-    ("tasks waiting for the running task", "actions.tasks.MAX_WAITING", "further requests are refused"),
+    ("tasks waiting for the running task", "actions.tasks.MAX_WAITING", "further requests are rejected"),
     ("total size of stored task results", "actions.tasks.MAX_OUTCOME_BYTES", "the oldest results are deleted"),
     ("alerts waiting for the bus", "edges.alerts.MAX_QUEUED", "the oldest alert is dropped and counted"),
     (
@@ -28,8 +28,8 @@ LIMITS: Final = (
         "edges.http_server.MAX_CONNECTIONS",
         "the client address with the most connections loses its oldest one",
     ),
-    ("size of a request to port 9190", "edges.http_server.MAX_REQUEST_BYTES", "it is refused"),
-    ("size of a request over the control socket", "edges.control_server.MAX_REQUEST_BYTES", "it is refused"),
+    ("size of a request to port 9190", "edges.http_server.MAX_REQUEST_BYTES", "it is rejected"),
+    ("size of a request over the control socket", "edges.control_server.MAX_REQUEST_BYTES", "it is rejected"),
     ("size of the DNS records in `sync_dns`", "services.bundles.MAX_SMALL_BYTES", "the request fails"),
     ("free disk space that downloads must leave", "bulk.transfer.RESERVE_BYTES", "the download fails"),
     ("age of an archive for `bosh logs`", "services.logs.archives.MAX_AGE_S", "the archive is removed"),
@@ -57,7 +57,7 @@ def table() -> str:
 
 
 def shown(constant: str) -> str:
-    """Return a constant's value with the unit, which is the last part of its name."""
+    """Return a constant's value with its unit, which is derived from the end of the constant's name."""
     module, _, name = constant.rpartition(".")
     value = getattr(importlib.import_module(f"{package}.{module}"), name)
     if name.endswith("_BYTES"):

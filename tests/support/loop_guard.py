@@ -51,9 +51,9 @@ class _Clock(NamedTuple):
 
 
 def _now(*, is_end: bool) -> _Clock:
-    """Read the clocks. At the beginning of a period the wall clock is read last, and at the end it is read first.
+    """Read the clocks. The wall clock is read last at the beginning of a period, and first at the end (``is_end``).
 
-    In this order, a wait for a CPU between two readings is not mistaken for sleep.
+    In the opposite order, a wait for a CPU between two readings would be mistaken for sleep.
     """
     wall = time.perf_counter() if is_end else 0.0
     cpu = time.thread_time()
@@ -161,8 +161,8 @@ class _Callback:
         self.begun_at = 0.0
         self.is_spawning = False
         """True while a program or thread is being started, which may sleep. ``_SleepFinder`` must not record this
-        sleep. Otherwise, if the callback later waited for the GIL, which may also take long, the recorded place would
-        be reported for that wait.
+        sleep. Otherwise, if the callback later waited for the GIL, which may also take a long time, the recorded place
+        would be reported for that wait.
         """
         self.seen = ""
 
@@ -177,7 +177,7 @@ class _SleepFinder(threading.Thread):
         self._locks = _locks_of_the_interpreter()
 
     def begin(self) -> None:
-        """Record that a callback begins in this thread."""
+        """Record that a callback has begun in this thread."""
         callback = getattr(_per_thread, "callback", None)
         if callback is None or _per_thread.witness is not self:
             callback = _per_thread.callback = _Callback()
@@ -207,9 +207,9 @@ class _SleepFinder(threading.Thread):
 
 
 def _sleep(native: int, locks: range) -> str:
-    """Return the number of the system call in which a thread sleeps.
+    """Return the number of the system call in which a thread is asleep, or "" if the thread is awake.
 
-    Return "" if it is awake, or if it reads ``/proc`` or waits for the GIL, because these kinds of sleep do not count.
+    Also return "" if the thread is reading ``/proc`` or waiting for the GIL, because such sleep does not count.
     """
     try:
         state = Path(f"/proc/self/task/{native}/stat").read_text().rpartition(")")[2].split()[0]
@@ -225,7 +225,7 @@ def _sleep(native: int, locks: range) -> str:
 def _locks_of_the_interpreter() -> range:
     """Return the address range of the interpreter's state, which contains the GIL's locks.
 
-    If the interpreter does not export the ``_PyRuntime`` symbol, return all addresses, so that every wait for a lock
+    If the interpreter does not export the ``_PyRuntime`` symbol, return all addresses so that every wait for a lock
     counts as a wait for the GIL.
     """
     import ctypes  # Imported late, because only guarded agents need this module.

@@ -91,10 +91,11 @@ class Machine:
         return self.root / "var/vcap"
 
     def pids(self) -> list[int]:
-        """Return the machine's processes, except those that jobs run in their own cgroups.
+        """Return the pids of the machine's processes as seen from outside, without those that jobs run in their own
+        cgroups.
 
-        The pids are those seen from outside. They are read from the machine's cgroup, because on a busy machine a scan
-        of all processes takes so long that it misses short-lived ones.
+        The pids are read from the machine's cgroup, because on a busy machine a scan of all processes takes so long
+        that it misses short-lived ones.
         """
         if self.cgroups:
             return list(map(int, (self.cgroups[0][0] / "cgroup.procs").read_text().split()))
@@ -175,15 +176,12 @@ def machine(
 
 
 def revealing(scratch: Path, seen: Path) -> tuple[str, str, str]:
-    """Return shell commands that keep ``NEEDED`` readable for every user in a new mount namespace.
+    """Return three strings for a shell script that keeps ``NEEDED`` readable for every user in a new mount namespace.
 
-    A path in ``NEEDED`` may be below a directory that only root can enter. The caller must mount a new directory over
-    such a directory.
-
-    The result consists of three strings: the directories to cover with new ones, the commands to run before that, and
-    the commands to run afterwards. The first commands bind-mount ``NEEDED`` read-only below ``scratch``. The second
-    commands bind-mount ``NEEDED`` at its original path. They find it below ``seen``, where ``scratch`` must be visible
-    by then.
+    A path in ``NEEDED`` may be below a directory that only root can enter. The first string lists these directories,
+    over which the caller must mount new ones. The second string contains the commands to run before that. They
+    bind-mount ``NEEDED`` read-only below ``scratch``. The third string contains the commands to run afterwards. They
+    bind-mount these copies at the original paths. By then, ``scratch`` must be visible at ``seen``.
     """
     places = [path for path in NEEDED if not path.is_relative_to("/usr")]
     closed = {str(up) for path in places for up in path.parents if not up.stat().st_mode & stat.S_IXOTH}
@@ -198,10 +196,10 @@ def revealing(scratch: Path, seen: Path) -> tuple[str, str, str]:
 
 
 def _make_users(copy: Path) -> None:
-    """Write a machine's user and group files to ``copy``. They contain a stemcell's users in addition to this
-    machine's.
+    """Write the simulated machine's user and group files to ``copy``: the host's entries and those of a stemcell.
 
-    Existing entries with the same ids or names are removed. All other users get a home directory that does not exist.
+    Host entries with the same ids or names as a stemcell's are left out. The host's users get a home directory that
+    does not exist.
     """
 
     def others(file: str, column: int) -> list[list[str]]:

@@ -140,8 +140,9 @@ def _limit(limit: values.Limit) -> str:
 
 
 def _scaled(value: float, units: Mapping[str, int]) -> str:
-    """Format a number in the largest unit in which it is an integer, so that it has no more digits than the original
-    text.
+    """Format a number with the largest unit that keeps it an integer.
+
+    The result has no more digits than the original text.
     """
     unit = max((unit for unit in units if value % units[unit] == 0), key=units.__getitem__, default=next(iter(units)))
     whole = int(value) // units[unit]

@@ -1,4 +1,4 @@
-"""Runs chaos cases in their own PID namespace, so that a misdirected signal is recorded and cannot reach the host.
+"""Runs chaos cases in their own PID namespace so that a misdirected signal is recorded and cannot reach the host.
 
 When run as a program, this module is PID 1 of that namespace. ``namespaces.py SIGNALS COMMAND ...`` runs the command,
 reaps orphans, appends the number of each signal that it receives to the file ``SIGNALS`` (one per line), and exits with
@@ -22,8 +22,9 @@ FATAL: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, si
 
 
 def enter(module: str, arguments: Sequence[str], *, network: bool = False) -> None:
-    """Replace this process with ``python -m MODULE ARGUMENTS``, run in new mount and PID namespaces. Do nothing if this
-    process is not root, or already runs in such namespaces.
+    """Replace this process with ``python -m MODULE ARGUMENTS`` in new mount and PID namespaces.
+
+    Do nothing if this process is not root, or already runs in such namespaces.
     """
     if os.geteuid() != 0 or INSIDE in os.environ:
         return

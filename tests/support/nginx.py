@@ -129,7 +129,7 @@ class Nginx:
         }
 
     def signed(self, method: str, blob_id: str, *, seconds: float = 3600) -> str:
-        """Return a signed link that is valid for a limited time."""
+        """Return a signed link to a blob. The link allows only ``method``, and expires after ``seconds``."""
         now = int(time.time())
         end, object_id = int(now + seconds), f"{shard(blob_id)}/{blob_id}"
         digest = hashlib.md5(f"{method}{object_id}{now}{end} {SECRET}".encode()).digest()

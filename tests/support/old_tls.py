@@ -1,4 +1,4 @@
-"""Enables outdated TLS versions, so that tests can check that the agent rejects them."""
+"""Enables outdated TLS versions so that tests can check that the agent rejects them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 
 
 def lenient(context: ssl.SSLContext) -> ssl.SSLContext:
-    """Allow every TLS version that OpenSSL implements, so that only the agent's own settings can cause a refusal."""
+    """Lift OpenSSL's restrictions on ciphers and TLS versions so that only the agent's own settings can reject them."""
     context.set_ciphers("ALL:@SECLEVEL=0")
     return context
 

@@ -29,10 +29,11 @@ def hierarchies() -> list[cgroups.Hierarchy]:
 
 @contextlib.contextmanager
 def own_cgroups(kind: str) -> Iterator[list[tuple[Path, Path]]]:
-    """Create a cgroup in each hierarchy that can limit processes. Yield, for each, the cgroup's directory and the top
-    of its hierarchy.
+    """Create a cgroup in each hierarchy that can limit processes.
 
-    At the end, remove these cgroups, and those of the same ``kind`` that killed test runs have left behind.
+    Yield a list with a pair for each cgroup: the cgroup's directory, and the top directory of the hierarchy. First,
+    remove cgroups of the same ``kind`` that killed test runs have left behind. At the end of the block, remove the new
+    cgroups.
     """
     made = []
     name = f"{kind}-{os.getpid()}-{next(_NUMBERS)}"
@@ -52,8 +53,9 @@ def own_cgroups(kind: str) -> Iterator[list[tuple[Path, Path]]]:
 
 
 def joining(directories: list[tuple[Path, Path]], argv: list[str]) -> list[str]:
-    """Return a command that moves its own process into these cgroups and then executes ``argv``. If the process cannot
-    be moved, the command fails.
+    """Return a command that joins the cgroups ``directories`` and then executes ``argv``.
+
+    The command fails if it cannot join one of them.
     """
     join = "".join(f"echo 0 >{ours}/cgroup.procs && " for ours, _ in directories)
     return ["sh", "-c", f'{join} exec "$@"', "sh", *argv]

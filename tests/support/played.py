@@ -306,7 +306,7 @@ def service_on(machine: SimulatedMachine, spec: ProcessSpec = SPEC, **members: A
 
 
 def played(test: Callable[Taken, Coroutine[Any, Any, None]]) -> Callable[Taken, None]:
-    """Decorate a test to run on the jumping clock, with ``PlayedFinder`` in place of ``ProcessFinder``."""
+    """Decorate a test to run on the jumping clock, with ``PlayedFinder`` instead of ``ProcessFinder``."""
 
     @functools.wraps(test)
     def run(*arguments: Taken.args, **named: Taken.kwargs) -> None:

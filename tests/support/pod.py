@@ -40,9 +40,9 @@ PORT: Final = "cable0"
 
 
 def end(entered: subprocess.Popen[bytes], number: signal.Signals = signal.SIGTERM) -> None:
-    """Send a signal to the program that ``Machine.popen`` has started, and wait until the program has exited.
+    """Send a signal to the program that ``Machine.popen`` started, and wait until the program has exited.
 
-    ``entered`` is only the process that has entered the machine's namespaces. The program is its child.
+    ``entered`` is the process that has entered the machine's namespaces. The program is a child of that process.
     """
     for child in Path(f"/proc/{entered.pid}/task/{entered.pid}/children").read_text().split():
         os.kill(int(child), number)
@@ -181,12 +181,12 @@ class PodInstance:
         return agent
 
     async def start(self) -> float:
-        """Start a new container and its agent. Return the monotonic time of the agent's exec."""
+        """Start a new container and its agent. Return the monotonic time at which the agent was started."""
         self.start_container()
         return await self.start_agent()
 
     async def start_agent(self) -> float:
-        """Start an agent and wait until it answers. Return the monotonic time of the agent's exec."""
+        """Start an agent and wait until it answers. Return the monotonic time at which it was started."""
         begun_at = time.monotonic()
         self.exec_agent()
         if self.cpi.is_late:
@@ -219,7 +219,7 @@ class PodInstance:
         return await self.start()
 
     async def until(self, *job_states: str) -> dict[str, Any]:
-        """Wait until the instance is in one of these job states. Return the reply to ``get_state``."""
+        """Wait until the instance is in one of the ``job_states``. Return the reply to ``get_state``."""
         async with asyncio.timeout(30):
             while True:
                 state: dict[str, Any] = await self.director.value(self.agent_id, "get_state")
@@ -253,13 +253,13 @@ class PodInstance:
         return await self.director.run(self.agent_id, method, *arguments)
 
     async def apply(self, files: Files = SLEEPER, packages: Files | None = None, version: str = "1") -> dict[str, Any]:
-        """Apply jobs with these files. Return the spec."""
+        """Apply a spec with the jobs in ``files``, which maps each name to the job's files. Return the spec."""
         spec = jobs.spec(self.scratch / "blobs", files, packages, version=version)
         await self.run("apply", spec)
         return spec
 
     async def deploy(self, files: Files = SLEEPER, packages: Files | None = None) -> dict[str, Any]:
-        """Apply a spec and start its jobs as the Director does, except for pre-start, and wait until they run.
+        """Apply a spec and start its jobs as the Director does, except for pre-start, and wait until they are running.
 
         Return the spec.
         """

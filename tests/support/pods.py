@@ -40,8 +40,8 @@ image.
 
 @dataclass(frozen=True)
 class Podman:
-    """Runs podman with a configuration made for this machine, because machines differ in their cgroups and in the
-    limits that can be raised.
+    """Runs podman with a configuration made for this machine, because machines differ in their cgroups and in which
+    limits can be raised.
     """
 
     config: Path
@@ -85,7 +85,7 @@ def _most(kind: int, wanted: int) -> int:
 def base_image(podman: Podman, where: Path) -> str:
     """Return the image named by TEST_BASE_IMAGE, or build a plain Debian image without a registry.
 
-    The Debian image is rebuilt once a week, so that it contains security updates.
+    The Debian image is rebuilt once a week so that it contains security updates.
     """
     if (wanted := os.environ.get("TEST_BASE_IMAGE")) and not IS_NEXT:
         return wanted
@@ -102,8 +102,9 @@ def arm64_base_image(podman: Podman, where: Path) -> str:
 
 
 def _imported(podman: Podman, name: str, make: list[str | Path], where: Path, *options: str) -> str:
-    """Return this week's base image with this name, building it if it does not exist. ``options`` are passed to both
-    mmdebstrap and ``podman import``.
+    """Return this week's base image called ``name``, building it if it does not exist.
+
+    ``options`` are passed to both mmdebstrap and ``podman import``.
     """
     tag = f"{BASE}:{name}-{time.strftime('%Gw%V')}"
     if podman.run("image", "exists", tag).returncode != 0:
@@ -115,7 +116,7 @@ def _imported(podman: Podman, name: str, make: list[str | Path], where: Path, *o
 
 
 def secrets() -> list[str]:
-    """Return the ``podman build`` options that pass the ``SECRETS`` that exist on this machine to the build."""
+    """Return the ``podman build`` options for those ``SECRETS`` whose files exist on this machine."""
     return [f"--secret=id={name},src={path}" for name, path in SECRETS.items() if path.exists()]
 
 
@@ -145,7 +146,7 @@ def example(podman: Podman, image: str) -> str:
 
 @dataclass(frozen=True)
 class ContainerNetwork:
-    """A podman network. ``gateway`` is this machine's address in it."""
+    """A podman network. ``gateway`` is this machine's address on it."""
 
     name: str
     gateway: str
@@ -169,7 +170,7 @@ class Container:
     name: str
 
     async def address(self) -> str:
-        """Return the container's address in its network."""
+        """Return the container's address on its network."""
         form = "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}"
         return (await asyncio.to_thread(self.podman, "inspect", "--format", form, self.name)).strip()
 
@@ -195,7 +196,9 @@ class Container:
         return (await asyncio.to_thread(self.podman.run, "exec", self.name, *command)).returncode
 
     async def until(self, code: int, *command: str) -> None:
-        """Wait until a command in the container exits with this code. Fail the test if the container exits first."""
+        """Run ``command`` in the container again and again until it exits with ``code``. Fail the test if the container
+        exits first.
+        """
         async with asyncio.timeout(60):
             while await self.status_of(*command) != code:
                 if not await self.is_running():

@@ -8,8 +8,9 @@ import socket
 
 
 def free_port() -> int:
-    """Return a port below the ephemeral range, so that no outgoing connection takes the port between two starts of a
-    server.
+    """Return a free port below the ephemeral range.
+
+    Outgoing connections never use such a port, so it stays free while a server is restarted.
     """
     while True:
         port = random.randrange(15_000, 30_000)

@@ -18,7 +18,7 @@ Call = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Section:
-    """The page's section on one action."""
+    """A section of ``docs/protocol.md``, which documents one action."""
 
     method: str
     text: str
@@ -31,10 +31,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Example:
-    """A dialogue that the page shows as an example.
+    """A dialogue in docs/protocol.md.
 
-    ``kind`` says what the dialogue requires: ``deployed`` a deployed job, ``root`` an agent that runs as root on its
-    own machine, and "" only a fresh agent.
+    ``kind`` says what the dialogue requires: a deployed job (``deployed``), an agent that runs as root on its own
+    machine (``root``), or only a fresh agent ("").
     """
 
     method: str
@@ -111,14 +111,14 @@ def _filled(text: str, names: Mapping[str, Any]) -> Any:
 
 
 def sections() -> list[Section]:
-    """Return the actions in the order in which the page lists them."""
+    """Return the actions in docs/protocol.md, in the order in which they are listed there."""
     actions = PAGE.read_text().partition("\n## Actions\n")[2].partition("\n## ")[0]
     parts = re.split(r"^### `(\w+)`$", actions, flags=re.MULTILINE)
     return [Section(method, text) for method, text in zip(parts[1::2], parts[2::2], strict=True)]
 
 
 def message(kind: str) -> dict[str, Any]:
-    """Return the page's example of a ``request``, ``heartbeat`` or ``alert`` message outside the dialogues."""
+    """Return the example message of this ``kind`` in docs/protocol.md: a ``request``, ``heartbeat`` or ``alert``."""
     _, found, rest = PAGE.read_text().partition(f"\n```json {kind}\n")
     assert found, f"the page shows no {kind}"
     document: dict[str, Any] = json.loads(rest.partition("\n```")[0])

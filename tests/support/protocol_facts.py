@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Final
 
 FACTS: Final[Mapping[str, str]] = {
-    # connection
-    "t1": "TLS is mutual, and a server whose certificate has another CA, host or common name is rejected.",
+    # Facts about the connection
+    "t1": "TLS is mutual, and a server whose certificate has the wrong CA, host or common name is rejected.",
     "t2": "The agent retries forever at growing intervals, and then subscribes again.",
     "t3": "The agent subscribes only to its own subject. If the server refuses a message, only that message is lost.",
     "t4": "Bus addresses from update_settings take precedence over env.bosh.mbus, and those over mbus.",
@@ -21,7 +21,7 @@ FACTS: Final[Mapping[str, str]] = {
     "t9": "Over HTTPS, status codes, headers and ciphers are those of the Go agent.",
     "t10": "Over HTTPS, no heartbeats are sent, and a request without ``protocol`` has protocol 0.",
     "t11": "The agent switches to new credentials, stores them, and reports the result under the old task id.",
-    # requests and replies
+    # Facts about requests and replies
     "e1": "Unknown methods are reported.",
     "e2": "Failures of immediate actions are reported.",
     "e3": "Failed tasks are reported by get_task.",
@@ -29,11 +29,11 @@ FACTS: Final[Mapping[str, str]] = {
     "e5": "Too few arguments are an error.",
     "e6": "Surplus arguments are ignored.",
     "e7": "Null arguments and fields are zero values.",
-    "e8": "Arguments of a wrong type are an error.",
+    "e8": "Arguments of the wrong type are an error.",
     "e9": "Task ids are UUIDs, and results can be fetched repeatedly.",
     "e10": "Tasks can be cancelled.",
     "e11": "Tasks of update_settings are stored, so the next agent can resume them.",
-    # actions
+    # Facts about individual actions
     "a1": "ping",
     "a2": "info",
     "a3": "ssh",
@@ -62,7 +62,7 @@ FACTS: Final[Mapping[str, str]] = {
     "a26": "sync_dns",
     "a27": "sync_dns_with_signed_url",
     "a28": "Actions that only older agents have are reported as unknown.",
-    # state and messages
+    # Facts about states and messages
     "s1": "The state of a fresh instance is the same as the Go agent's.",
     "s2": "get_state returns what is in the spec, whether the spec is full or partial.",
     "s3": "Vitals have the documented form.",
@@ -72,7 +72,7 @@ FACTS: Final[Mapping[str, str]] = {
     "s7": "Heartbeats have the documented form.",
     "s8": "Alerts have the documented form.",
     "s9": "The notice of a shutdown has the documented form.",
-    # digests
+    # Facts about digests
     "d1": "A bare digest is a SHA-1.",
     "d2": "If there are several digests, the strongest is checked.",
     "d3": "Digests with unknown algorithms are ignored, unless all algorithms are unknown.",

@@ -8,15 +8,15 @@ import socket
 from types import TracebackType
 from typing import Final, Self
 
-IP_FREEBIND: Final = 15  # include/uapi/linux/in.h
-ESTABLISHED: Final = 1  # include/net/tcp_states.h
+IP_FREEBIND: Final = 15  # from include/uapi/linux/in.h
+ESTABLISHED: Final = 1  # from include/net/tcp_states.h
 
 
 class Proxy:
     """An async context manager that forwards connections to the loopback port ``target``, and can delay, cut or stall
     them.
 
-    It listens on ``address``, which may be assigned later, and on ``port``, or on a free port if that is 0.
+    It listens on ``address``, which may be assigned later. If ``port`` is 0, it listens on a free port.
     """
 
     def __init__(self, target: int, address: str = "127.0.0.1", port: int = 0) -> None:
@@ -41,7 +41,7 @@ class Proxy:
 
     @property
     def left(self) -> int:
-        """Number of connections that the client has closed. A closed connection is noticed even if no data is being
+        """Number of client connections that have been closed. A closed connection is noticed even if no data is being
         forwarded.
         """
         return sum(not _is_held(writer) for writer in self._made)
@@ -103,7 +103,7 @@ class Proxy:
 
 
 def _is_held(writer: asyncio.StreamWriter) -> bool:
-    """Return True if neither the client nor the server has closed the connection."""
+    """Return True if neither the client nor the proxy has closed the connection."""
     try:
         state: bytes = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
         return state[0] == ESTABLISHED

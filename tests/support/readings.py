@@ -22,7 +22,7 @@ def own_memory(pid: int) -> float:
 
 
 def memory_of(pid: int, field: str) -> float:
-    """Return a memory field of a process, such as ``Rss:``, in MB."""
+    """Return the value of one memory field of a process, in MB. ``field`` includes the colon, as in ``Rss:``."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 

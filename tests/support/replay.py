@@ -19,7 +19,7 @@ from agent_shim.demo.director import Director, RpcRemoteError
 from agent_shim.demo.release import archive
 
 LEFT_OUT = frozenset({"get_task", "cancel_task"})
-"""Methods of recorded requests that are not replayed, because the scripted Director polls tasks on its own."""
+"""Methods of recorded requests that are not replayed, because the scripted Director polls tasks itself."""
 
 VOLUMES = Path("/var/vcap/volumes")
 """Directory in which a container sees its disks. In the recordings, the disks were attached below ``/dev``."""
@@ -194,7 +194,7 @@ class Replay:
         return arguments
 
     def _keep_packages(self, packages: dict[str, Any]) -> None:
-        """Put packages that a request refers to into the blobstore, and write their digests into the request."""
+        """Store the packages that a request refers to in the blobstore, and update their digests in the request."""
         for name, package in packages.items():
             (self.blobs / package["blobstore_id"]).write_bytes(PACKAGES[name])
             package["sha1"] = hashlib.sha1(PACKAGES[name]).hexdigest()
@@ -217,7 +217,7 @@ def _settled(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def shape(value: Any) -> Any:
-    """Return the structure of a value, with JSON types in place of values.
+    """Return the structure of a value, with JSON types instead of values.
 
     Integers and fractions are the same type, as in JSON.
     """

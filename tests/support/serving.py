@@ -35,16 +35,17 @@ async def serving(talk: Talk, *, context: ssl.SSLContext | None = None) -> Async
         yield server.sockets[0].getsockname()[1]
     finally:
         try:
-            await _what_is_due()  # Without this, asyncio would lose a socket that it has accepted just before close().
+            # Without this, asyncio would lose a socket that it has accepted just before close().
+            await _run_due_callbacks()
         finally:
             server.close()
         for task in talks:
             task.cancel()
         await asyncio.gather(*talks, return_exceptions=True)
-        await _what_is_due()  # asyncio closes a socket one loop iteration after its transport was aborted.
+        await _run_due_callbacks()  # asyncio closes a socket one loop iteration after its transport was aborted.
 
 
-async def _what_is_due() -> None:
+async def _run_due_callbacks() -> None:
     """Let the event loop run the callbacks that are due, and those that they schedule in turn."""
     for _ in range(10):
         await asyncio.sleep(0)

@@ -64,7 +64,7 @@ class Module:
 
 @cache
 def modules() -> Mapping[str, Module]:
-    """Return all of the agent's modules by name. The demo's modules, which imitate a Director, are left out."""
+    """Return the agent's modules, keyed by name. The demo's modules, which imitate a Director, are left out."""
     found = {}
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts

@@ -64,7 +64,7 @@ def at_most(figure: float, limit: float, what: str) -> float:
 
 
 async def until(fact: Callable[[], Any], within: float, what: str) -> float:
-    """Wait until ``fact()`` is true. Return the seconds that it took.
+    """Wait until ``fact()`` is true. Return how many seconds that took.
 
     Raises ``NotHeldError`` after ``within`` seconds. Its message consists of ``what``, which says what did not happen
     (such as ``no alert arrived``), and the time limit.
@@ -105,7 +105,7 @@ class Stand:
     number is None, one or more are expected.
     """
     failing: set[str] = field(default_factory=set)
-    """Names of jobs that may be in any state after the case."""
+    """Names of jobs that are allowed to be in any state after the case."""
     figures: list[str] = field(default_factory=list)
     """Measurements that the case adds to its scorecard row."""
     lasting: set[str] = field(default_factory=set)
@@ -139,7 +139,7 @@ class Stand:
         self.prefix("unshare --pid --mount --fork --mount-proc --kill-child --")
 
     def prefix(self, command: str) -> None:
-        """Run the agent through this command. Call this before ``boot``."""
+        """Run the agent through ``command``. Call this before ``boot``."""
         self.world.command = f"{command} {self.world.command}"
 
     async def boot(self) -> float:
@@ -156,7 +156,7 @@ class Stand:
         version: str = "1",
         more: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """Deploy this number of jobs, and the jobs in ``more``, given by name and files. Return the spec."""
+        """Deploy ``jobs`` sleeping jobs, plus the jobs in ``more``, which maps names to files. Return the spec."""
         spec = self.world.spec(jobs, packages, size, version=version, more=more)
         self.jobs = jobs
         await self.world.run("prepare", spec)
@@ -212,7 +212,7 @@ class Stand:
         self.omitted[invariant] = why
 
     def dies(self, *names: str, times: int | None = 1) -> None:
-        """Declare that the fault kills the processes of these jobs.
+        """Declare that the fault kills the processes of the jobs ``names``.
 
         The agent must restart the jobs and send ``times`` alerts for each, or at least one if ``times`` is None.
         """
@@ -231,7 +231,7 @@ class Stand:
         self.figures.append(figures)
 
     def live(self) -> dict[str, int]:
-        """Return the running processes named in the jobs' pidfiles."""
+        """Map each job to the pid in its pidfile. Jobs whose process is not running are left out."""
         return {name: pid for name, pid in self.world.pids().items() if _lives(pid)}
 
     def scrape(self) -> str:
@@ -243,7 +243,7 @@ class Stand:
             return ""
 
     def metric(self, name: str) -> float:
-        """Return the value of a metric (its labels are part of the name), or 0 if it is missing."""
+        """Return the value of a metric, or 0 if it is missing. ``name`` includes the labels."""
         return self.read_metric(name) or 0.0
 
     def read_metric(self, name: str) -> float | None:
@@ -289,7 +289,7 @@ class Stand:
             self.world.exec_agent()
 
     async def end(self) -> None:
-        """Stop the init, so that the agent is no longer restarted."""
+        """Stop the init so that the agent is no longer restarted."""
         if self._init is not None:
             self._init.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -297,13 +297,13 @@ class Stand:
 
 
 async def asked(stand: Stand, command: str, **members: Any) -> Any:
-    """Return the agent's response to an operator's request on its socket."""
+    """Send the agent a request over its control socket, as an operator would, and return the response."""
     socket = Paths(stand.world.base).control_socket
     return await asyncio.to_thread(control_client.ask, socket, {"command": command, **members}, timeout=60)
 
 
 def commands(line: str) -> int:
-    """Return how many running processes have this command line."""
+    """Return how many running processes have the command line ``line``."""
     words = line.replace(" ", "\0").encode() + b"\0"
     found = 0
     for stat in proc.table().values():
@@ -332,7 +332,7 @@ async def injecting(stand: Stand, *faults: str) -> AsyncIterator[None]:
     calls = ",".join(fault.partition(":")[0] for fault in faults)
     injected = [word for fault in faults for word in ("-e", f"inject={fault}")]
     # A worker may already be running, so attach to it as well. strace reports each process to which it has attached.
-    # Wait for these reports, because the fault is not active before.
+    # Wait for these reports, because the fault is not active until then.
     below = proc.children(proc.table()).get(stand.pid, [])
     workers = [pid for pid in below if "agent_shim.bulk.worker" in proc.command_line(pid)]
     traced = [word for pid in (stand.pid, *workers) for word in ("-p", str(pid))]

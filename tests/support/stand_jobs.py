@@ -14,8 +14,9 @@ SLEEPER: Final = "exec sleep 100000"
 
 
 def spec(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]], version: str = "1") -> dict[str, Any]:
-    """Return a spec for these jobs. ``monits`` maps each name to a monit file and the job's programs, in which
-    ``{base}`` is replaced with the agent's base directory.
+    """Return a spec for the jobs in ``monits``, which maps each name to a monit file and the job's programs.
+
+    In all files, ``{base}`` is replaced with the agent's base directory.
     """
     base = stand.world.base
     files: dict[str, str | bytes] = {}
@@ -67,7 +68,7 @@ def simple(name: str) -> tuple[str, dict[str, str]]:
 
 
 async def deployed(stand: Stand, monits: dict[str, tuple[str, dict[str, str]]]) -> None:
-    """Apply the spec and start the jobs, without waiting until they run."""
+    """Apply the spec and start the jobs, without waiting until they are running."""
     wanted = spec(stand, monits)
     for method, *arguments in (("prepare", wanted), ("stop",), ("apply", wanted), ("start",)):
         await stand.world.run(method, *arguments)
@@ -80,7 +81,7 @@ async def process_states(stand: Stand) -> dict[str, str]:
 
 
 async def reaches(stand: Stand, name: str, state: str, within: float) -> float:
-    """Wait until the agent reports a process in the given state. Return how many seconds that took."""
+    """Wait until the agent reports the process ``name`` in ``state``. Return how many seconds that took."""
     begun_at = time.monotonic()
     seen = ""
     while time.monotonic() - begun_at < within:

@@ -66,7 +66,7 @@ class ScratchInstance:
 
 
 class StatefulAgent:
-    """The parts of an agent that write state files. Its job has no programs to start."""
+    """The parts of an agent that write state files. The agent's job has no programs to start."""
 
     def __init__(self, paths: Paths) -> None:
         self.paths = paths

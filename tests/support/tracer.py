@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NoReturn
 
-# include/uapi/linux/ptrace.h
+# The following values are from include/uapi/linux/ptrace.h.
 SEIZE: Final = 0x4206
 INTERRUPT: Final = 0x4207
 LISTEN: Final = 0x4208
@@ -102,7 +102,7 @@ def _ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> int:
 
 
 class Tracer:
-    """Traces processes from ``run`` until the process exits or is killed."""
+    """Traces a process and its descendants, and kills processes or makes calls fail as the command line says."""
 
     def __init__(self, root: int, number: int, who: str, places: list[str]) -> None:
         self._root = root
@@ -188,7 +188,7 @@ class Tracer:
         return is_last
 
     def _fail(self, tid: int, name: str, path: str) -> None:
-        """Replace the number of the system call that a thread is entering with an invalid one, so the call fails."""
+        """Make the system call that a thread is entering fail, by replacing the call's number with an invalid one."""
         _ptrace(POKEUSER, tid, NUMBER_OF_CALL, -1)
         self._failing.add(tid)
         if not self._has_failed:
@@ -229,7 +229,7 @@ class Tracer:
             pids = [caller, *sorted(others)]
         else:
             pids = [self._root if self._who == "root" else caller]
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ignore SIGTERM from here on, so that the kill is reported.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ignore SIGTERM from here on so that the kill is reported.
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

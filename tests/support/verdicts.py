@@ -1,4 +1,4 @@
-"""Reads from ``go_verdicts.json`` which mutated documents the Go agent accepts.
+"""Yields mutated documents with the Go agent's verdicts on them, which are recorded in ``go_verdicts.json``.
 
 The verdicts were recorded with ``json.Unmarshal`` into ``settings.Settings`` and ``settings.UpdateSettings``, and with
 ``agent/action/runner.go``, at the cloudfoundry/bosh-agent commit named in the file. Each row is about one member of a
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 TABLE: Final[dict[str, Any]] = json.loads(Path(__file__).with_name("go_verdicts.json").read_text())
 ABSENT: Final = "<absent>"
-"""Used in place of a value if the member is to be removed."""
+"""Stands for a value if the member is to be removed."""
 
 VERDICTS: Final = {"o": "ok", "r": "refused", "d": "dropped", "u": "unknown", "p": "panic"}
 
@@ -36,7 +36,7 @@ def mutated(document: Any, path: list[str | int], value: Any) -> Any:
 
 
 def cases(kind: str, name: str) -> Iterator[tuple[str, Any, str]]:
-    """Yield a description of the change, the mutated document, and the verdict."""
+    """Yield each mutated document with a description of the change and the Go agent's verdict."""
     part = TABLE[kind][name]
     for path, letters in part["verdicts"].items():
         for value, letter in zip(TABLE["values"], letters, strict=True):

@@ -83,8 +83,7 @@ def _run_in_child(test: Callable[..., Any], args: Any, kwargs: Any, report: int)
 
 
 def by(*ways: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Run a test once for each of these ways to make disks visible to jobs. The test gets an ``instance`` that uses the
-    chosen way.
+    """Run a test once for each of ``ways``, with an ``instance`` that makes disks visible to jobs in that way.
 
     ``links`` uses symlinks in a scratch directory and does not need root. ``mounts`` needs root, and uses bind mounts
     in its own mount namespace, with a real ``/var/vcap`` and volumes in memory.
@@ -182,7 +181,7 @@ sys.stdin.read()
 def holding(place: Path, how: str = "open", *, within: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
     """Run a process that keeps ``place`` busy: with its working directory, or with an open, deleted or mapped file.
 
-    ``within`` is put in front of the process's command line.
+    ``within`` is prepended to the process's command line.
     """
     command = [*within, sys.executable, "-c", HOLDER, str(place), how]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
@@ -217,7 +216,7 @@ class InstanceWithVolumes:
         self, scratch: Path, *, bind: bool | None, copy: Copy | None = copy_here, system: bool = False
     ) -> None:
         """Create an instance. If ``bind`` is None, the agent decides how to mount. If ``copy`` is None, a worker
-        copies.
+        process copies the files.
         """
         self.holder: Callable[[Path], str] = lambda _: ""
         """Returns the name of the other agent that holds a volume's lease, or "" if there is none."""
@@ -263,7 +262,7 @@ class InstanceWithVolumes:
         )
 
     def hold(self, directory: Path) -> str:
-        """Stand in for a lease, which ``holder`` may say that another agent has."""
+        """Pretend to acquire a volume's lease. Return the name of the other agent that already holds it, or ""."""
         return self.holder(directory)
 
     def release(self, directory: Path) -> None:
@@ -271,7 +270,7 @@ class InstanceWithVolumes:
         self.released.append(directory)
 
     def is_held(self, _directory: Path) -> bool:
-        """Return False, so that every request tries to acquire the lease."""
+        """Return False so that every request tries to acquire the lease."""
         return False
 
     def effective(self) -> Effective:
@@ -408,7 +407,7 @@ FILE_CAPABILITY = struct.pack("<IIIII", 0x02000001, 1 << 10, 0, 0, 0)
 
 
 def fill(tree: Path, *, as_root: bool = False) -> None:
-    """Fill a directory with all kinds of files that a program may copy wrongly."""
+    """Fill a directory with the kinds of files that are easy to copy incorrectly."""
     tree.mkdir(exist_ok=True)
     (tree / "db/wal").mkdir(parents=True)
     (tree / "db/data").write_bytes(os.urandom(300_000))

@@ -147,11 +147,11 @@ class Witness:
         stand, before = self._stand, self._before
         if before is None:
             return ["I4: the case never called remember()"]
-        found = await self._deaf()
-        found += await self._lane_idle()
+        found = await self._unanswered_pings()
+        found += await self._unfinished_tasks()
         found += await self._grown(before)
         found += await self._zombies()
-        found += await self._left() + self.documents() + self._talk(before) + self._secrets()
+        found += await self._unfinished_files() + self.documents() + self._talk(before) + self._secrets()
         found += await self._settled()
         found += self._restarted(before)
         found += await self._alerts(before)
@@ -206,7 +206,7 @@ class Witness:
         return found
 
     def _strangers(self) -> dict[Identity, str]:
-        """Map each process that jobs have left behind, and that belongs to no running job, to its command line."""
+        """Map each process that jobs have left behind to its command line. Processes of running jobs are left out."""
         table, agent = proc.table(), self._stand.pid
         children = proc.children(table)
         marker = str(self._stand.world.base).encode()
@@ -232,10 +232,12 @@ class Witness:
         return found
 
     def _roots(self) -> dict[str, Identity]:
-        """Return each running job's main process, taken from the last recorded start or, if there is none, from the
-        pidfile.
+        """Return each running job's main process.
+
+        This is the last process that the job's start script has recorded. If that process is not running, the pidfile
+        is used instead.
         """
-        world, numbers = self._stand.world, self._numbers()
+        world, numbers = self._stand.world, self._outside_pids()
         starts = {name: pids[-1] for name, pids in world.starts().items() if pids}
         found = {}
         for pids in (world.pids(), starts):
@@ -251,7 +253,7 @@ class Witness:
         pids = proc.descent(proc.children(table), [pid for pid, _ in self._roots().values()])
         return {table[pid].identity: _line(pid) for pid in pids if pid in table}
 
-    def _numbers(self) -> dict[int, int]:
+    def _outside_pids(self) -> dict[int, int]:
         """Map pids in the agent's PID namespace to pids in this process's namespace. If the two namespaces are the
         same, the map is empty.
         """
@@ -334,8 +336,9 @@ class Witness:
         return found
 
     def modes(self) -> dict[str, int]:
-        """Return the modes of job and package files. The keys are paths through the links in ``jobs`` and ``packages``,
-        because an apply changes the directories of installed versions but not these links' names.
+        """Return the modes of job and package files, keyed by their paths below the links in ``jobs`` and ``packages``.
+
+        The links' names stay the same after an apply, whereas the directories of the installed versions change.
         """
         base = self._stand.world.base
         return {
@@ -363,7 +366,7 @@ class Witness:
                 if files is None or name not in there:
                     continue
                 real = {
-                    str(path.relative_to(top / name)): _brief(path)
+                    str(path.relative_to(top / name)): _file_digest(path)
                     for path in _walk((top / name).resolve(), top / name)
                     if (not path.is_dir() or path.is_symlink()) and path.parent != top / name / "packages"
                 }
@@ -378,7 +381,7 @@ class Witness:
         found += [f"I13: the mode of {path} has changed" for path in wrong[:1]]
         if spec is before.applied and not found:
             now = self._deployed()
-            # Ignore new files below ``data``, because a refused apply may have installed other bundles there.
+            # Ignore new files below ``data``, because a rejected apply may have installed other bundles there.
             new = {path for path in now.keys() - before.files.keys() if not path.startswith("data/")}
             wrong = sorted(new | {path for path, entry in before.files.items() if now.get(path) != entry})
             wrong = [path for path in wrong if not any(path.endswith(one.partition("/")[2]) for one in stand.written)]
@@ -386,7 +389,10 @@ class Witness:
         return found[:3]
 
     def _blobs(self, spec: Mapping[str, Any]) -> dict[str, dict[str, dict[str, str] | None]]:
-        """Return the files of each job and package according to its blob. A large file has None instead of a digest."""
+        """Return the files and digests that each job and package should have according to its blob.
+
+        The value for a job or package is None if its blob was too large to keep a copy.
+        """
         kept = self._stand.world.kept
         assert kept is not None
 
@@ -458,7 +464,7 @@ class Witness:
         return found
 
     async def _compiled(self) -> list[str]:
-        """Compile a package and check the result. Used if no deployed job can run an errand."""
+        """Compile a package and check the result. Used if no jobs are deployed."""
         stand = self._stand
         source = stand.world.blob("witness", archive({"packaging": "echo compiled > $BOSH_INSTALL_TARGET/witness\n"}))
         told = await stand.world.director.run(
@@ -548,8 +554,8 @@ class Witness:
 
     # --- invariants I3 to I10 -----------------------------------------------------------------------------------------
 
-    async def _deaf(self) -> list[str]:
-        """Ping for some seconds, so that even a temporary failure to answer is noticed (I3).
+    async def _unanswered_pings(self) -> list[str]:
+        """Ping for a few seconds so that even a temporary failure to answer is noticed (I3).
 
         A late answer is excused if threads waited for a CPU for at least half of the time limit, which shows that the
         machine was busy. After such an answer, pinging continues for another second. After 30 seconds, no late answer
@@ -597,7 +603,7 @@ class Witness:
             await asyncio.sleep(5)
         return [f"I5: {len(first & dead())} zombies older than 5 s"] if first & dead() else []
 
-    async def _left(self) -> list[str]:
+    async def _unfinished_files(self) -> list[str]:
         """Return a violation of I6 if the same unfinished file is found twice, two seconds apart.
 
         A file that is still being written is found only once, because each write uses a new temporary name.
@@ -645,9 +651,9 @@ class Witness:
                 continue
         return found
 
-    async def _lane_idle(self) -> list[str]:
-        """Wait up to a minute for earlier requests' tasks to finish. Return a violation of I8 if they
-        do not.
+    async def _unfinished_tasks(self) -> list[str]:
+        """Wait up to a minute for earlier requests' tasks to finish. Return a violation of I8 if a task is still
+        running.
         """
         running: float | None = None
         for _ in range(60):
@@ -688,12 +694,12 @@ class Witness:
         return found
 
     def secrets(self) -> dict[str, bytes]:
-        """Return the secrets in use by name: the canary in the settings, and the agent's private keys."""
+        """Return the secrets in use, keyed by name: the canary in the settings, and the agent's private keys."""
         keys = {f"a private key for the bus ({number})": key for number, key in enumerate(sorted(self._keys()))}
         return {"a secret in the settings": CANARY.encode(), **keys}
 
     def _keys(self) -> set[bytes]:
-        """Return one long line of each private key. A single line looks the same in PEM, in JSON and in a log, so it
+        """Return the longest line of each private key. A single line looks the same in PEM, in JSON and in a log, so it
         can be searched for everywhere.
         """
         keys = set()
@@ -717,8 +723,9 @@ class Witness:
 
 
 def longest_waits(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> float:
-    """Add up each process's longest CPU wait between two readings, in seconds. A process's longest
-    wait is that of the thread that waited longest.
+    """Return the sum of all processes' longest CPU waits between two readings, in seconds.
+
+    A process's longest wait is that of the thread that waited longest.
     """
     return sum(
         max((seconds - before.get(pid, {}).get(thread, 0.0) for thread, seconds in threads.items()), default=0.0)
@@ -753,7 +760,7 @@ def _digest(content: bytes, size: int) -> str:
     return f"{size} {hashlib.sha256(content).hexdigest() if size <= LARGE else ''}"
 
 
-def _brief(path: Path) -> str:
+def _file_digest(path: Path) -> str:
     """Return the digest of a regular file, or "" for other files."""
     if path.is_symlink() or not path.is_file():
         return ""
@@ -763,4 +770,4 @@ def _brief(path: Path) -> str:
 
 def _entry(path: Path) -> Entry:
     mode = path.lstat().st_mode
-    return mode, str(path.readlink()) if path.is_symlink() else _brief(path)
+    return mode, str(path.readlink()) if path.is_symlink() else _file_digest(path)

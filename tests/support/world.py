@@ -77,7 +77,7 @@ class LocalAgent:
         return reply["value"]
 
     async def error(self, method: str, *arguments: Any, protocol: int = 3) -> str:
-        """Run an action that must fail, and return its error text."""
+        """Run an action that must fail, and return its error message."""
         reply = await self.run(method, *arguments, protocol=protocol)
         assert "exception" in reply, reply
         text: str = reply["exception"]["message"]

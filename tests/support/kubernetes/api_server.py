@@ -120,7 +120,10 @@ class ApiServer:
 
 
 def programs() -> Path:
-    """Return the directory with the Kubernetes programs: ``KUBERNETES_PROGRAMS``, or those built for the node."""
+    """Return the directory that contains the Kubernetes programs. Fail the test if there is none.
+
+    If no node is running, ``KUBERNETES_PROGRAMS`` names the directory.
+    """
     if nodes.NODE in os.environ:
         return nodes.here() / nodes.PROGRAMS
     if given := os.environ.get("KUBERNETES_PROGRAMS"):

@@ -31,7 +31,7 @@ TAGS: Final = "providerless,dockerless"
 
 @dataclass(frozen=True)
 class DebianSource:
-    """The entry of a package in Debian's signed index. ``digest`` is the digest of its .dsc file."""
+    """A source package's entry in Debian's signed index. ``digest`` is the digest of the package's .dsc file."""
 
     version: str
     digest: str

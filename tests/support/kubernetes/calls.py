@@ -57,7 +57,7 @@ class Cpi:
     calls: list[Call] = field(default_factory=list)
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call an operation and return its result. Raises ``CpiCallError``."""
+        """Call an operation and return its result. Raises ``CpiCallError`` if the CPI responds with an error."""
         info, _, _ = await self._run("info", [])
         assert _result(info)["api_version"] == 3
         response, seconds, said = await self._run(method, list(arguments))
@@ -93,7 +93,7 @@ class Cpi:
 
 
 def of_this_tree(config: Path, home: Path, **members: Any) -> Cpi:
-    """Return the CPI in this source tree, started in the way that the CPI release's job starts it."""
+    """Return the CPI in this source tree, started the way the CPI release's job starts it."""
     return Cpi([sys.executable, "-c", START, "--config", str(config)], home, **members)
 
 

@@ -97,7 +97,7 @@ class Site:
             self.deployments.vm_type = before
 
     async def empty(self) -> None:
-        """Delete all objects that a failed flow has left behind, with the administrator's permissions."""
+        """As the administrator, delete all objects that a failed flow has left behind."""
         for kind in ("pods", "persistentvolumeclaims", "services"):
             await self.namespace.kubectl("delete", kind, "--all", "--force", "--grace-period=0")
         for one in await self.objects():
@@ -118,8 +118,8 @@ class Site:
         await self.exec(instance, "sh", "-ec", _AS_VCAP)
 
     async def check(self, *instances: DeployedInstance) -> None:
-        """Check the invariants after a flow: the jobs run, the file from ``write`` still exists, and the Director has a
-        record of every object.
+        """Check the invariants after a flow: the jobs are running, the file from ``write`` still exists, and the
+        Director has a record of every object.
         """
         for instance in instances:
             if instance.vm:
@@ -159,8 +159,10 @@ class Site:
         return [one for one in found if not (_is_ending(one) and one["metadata"]["name"] in held)]
 
     def _knows(self, one: Document) -> bool:
-        """Return True if an object's labels or name refer to a VM or disk, and the Director has a record of everything
-        that the labels refer to.
+        """Return True if the Director has a record of every VM and disk to which an object belongs.
+
+        The VM and the disk are read from the object's labels. An object without these labels must have the cid of a VM
+        or disk as its name.
         """
         vms, disks = self.deployments.vms, self.deployments.disks
         labels = one["metadata"].get("labels", {})

@@ -73,7 +73,7 @@ class CpiEnvironment:
 
 @asynccontextmanager
 async def world(address: str, scratch: Path) -> AsyncIterator[CpiEnvironment]:
-    """Run an environment. ``address`` is one of this machine's addresses that pods can reach."""
+    """Run a bus and a blobstore for a CPI's VMs. ``address`` is an address of this machine that pods can reach."""
     authority = Authority()
     async with (
         NatsServer(scratch / "bus", authority, pair=authority.server(hosts=("127.0.0.1", address))) as server,
@@ -154,7 +154,7 @@ class Deployments:
         }
         arguments = [agent, self.stemcell, self.vm_type, instance.networks, list(disks), env]
         vm, *_ = await self.cpi.call("create_vm", *arguments)
-        # The Director now creates the VM's database row, which nats-sync reads to add the agent's user
+        # At this point, a Director creates the VM's database row, which nats-sync reads to add the agent's user
         # (steps/create_vm_step.rb).
         await world.server.add_agent(agent)
         instance.vm, instance.agent = vm, agent
@@ -202,7 +202,7 @@ class Deployments:
         return disk
 
     async def attach(self, instance: DeployedInstance, disk: str) -> None:
-        """Attach a disk like steps/attach_disk_step.rb, then set the disk's metadata."""
+        """Attach a disk as steps/attach_disk_step.rb does, then set the disk's metadata."""
         hint = await self.cpi.call("attach_disk", instance.vm, disk)
         assert hint not in (None, "", {}), "AttachDiskResponseError"
         await self.until_ready(instance)
@@ -213,7 +213,7 @@ class Deployments:
         await self.ask(instance, "mount_disk", disk)
 
     async def detach(self, instance: DeployedInstance, disk: str) -> None:
-        """Unmount and detach a disk like steps/unmount_disk_step.rb and detach_disk_step.rb."""
+        """Unmount and detach a disk, as steps/unmount_disk_step.rb and detach_disk_step.rb do."""
         if disk in await self.ask(instance, "list_disk"):
             await self.ask(instance, "unmount_disk", disk)
         await self.ask(instance, "remove_persistent_disk", disk)
@@ -247,22 +247,25 @@ class Deployments:
         return disk.cid
 
     async def detach_dynamic_disk(self, instance: DeployedInstance, cid: str) -> None:
-        """Detach a dynamic disk like ``POST /dynamic_disks/NAME/detach`` and steps/detach_dynamic_disk_step.rb."""
+        """Detach a dynamic disk, as the Director does for ``POST /dynamic_disks/NAME/detach``
+        (steps/detach_dynamic_disk_step.rb).
+        """
         await self.ask(instance, "remove_dynamic_disk", cid)
         await self.cpi.call("detach_disk", instance.vm, cid)
         self.dynamic_disks[cid].vm = ""
 
     async def delete_dynamic_disk(self, cid: str) -> None:
-        """Delete a dynamic disk as the Director does for ``DELETE /dynamic_disks/NAME``. disk_deleter.rb does the same
-        after ``bosh delete-deployment``.
+        """Delete a dynamic disk as the Director does for ``DELETE /dynamic_disks/NAME``.
+
+        The Director does the same after ``bosh delete-deployment`` (disk_deleter.rb).
         """
         if await self.cpi.call("has_disk", cid):
             await self.delete_disk(cid)
         del self.dynamic_disks[cid]
 
     async def _detach_all_dynamic_disks(self, instance: DeployedInstance) -> None:
-        """Detach all dynamic disks before a VM with a responsive agent is deleted, like
-        steps/detach_instance_disks_step.rb.
+        """Detach the VM's dynamic disks, as the Director does before it deletes a VM with a responsive agent
+        (steps/detach_instance_disks_step.rb).
         """
         for disk in self.dynamic_disks.values():
             if disk.vm == instance.vm:
@@ -294,7 +297,7 @@ class Deployments:
         return jobs.sleeper(Paths(), name) | {"bin/run": errand, "bin/drain": drain} | self.files
 
     async def start(self, instance: DeployedInstance) -> None:
-        """Apply the spec, start the jobs, and wait until they run (instance_updater/starter.rb)."""
+        """Apply the spec, start the jobs, and wait until they are running (instance_updater/starter.rb)."""
         await self.ask(instance, "apply", self.spec(instance))
         await self.ask(instance, "run_script", "pre-start", {})
         await self.ask(instance, "start")
@@ -307,14 +310,14 @@ class Deployments:
                 await asyncio.sleep(0.1)
 
     async def stop(self, instance: DeployedInstance) -> None:
-        """Stop the jobs like instance_updater/stopper: pre-stop, drain, stop, post-stop."""
+        """Stop the jobs as instance_updater/stopper does: pre-stop, drain, stop, post-stop."""
         await self.ask(instance, "run_script", "pre-stop", {})
         await self.ask(instance, "drain", "shutdown", {})
         await self.ask(instance, "stop")
         await self.ask(instance, "run_script", "post-stop", {})
 
     async def connect(self, instance: DeployedInstance) -> None:
-        """Make the first contact with an agent on a new VM (steps/apply_vm_spec_step.rb)."""
+        """Contact the agent on a new VM for the first time (steps/apply_vm_spec_step.rb)."""
         bare = {"deployment": "dep", "job": {"name": instance.group}, "index": instance.index, "id": instance.id}
         await self.ask(instance, "apply", {**bare, "name": instance.group, "networks": instance.networks})
         instance.networks = (await self.ask(instance, "get_state"))["networks"]
@@ -323,7 +326,7 @@ class Deployments:
     # --- flows --------------------------------------------------------------------------------------------------------
 
     async def first_deploy(self, group: str = "db", *, with_disk: bool = True) -> DeployedInstance:
-        """Deploy a new instance, as ``bosh deploy`` does. If it has a disk, write a file to the disk."""
+        """Deploy a new instance, by default with a persistent disk, as ``bosh deploy`` does."""
         instance = DeployedInstance(group)
         await self.create_vm(instance)
         await self.connect(instance)
@@ -417,7 +420,7 @@ class Deployments:
         await self.delete_vm(instance)
 
     async def errand(self, group: str = "errand") -> str:
-        """Run an errand on an instance without a VM, as ``bosh run-errand`` does. Return the errand's output."""
+        """Run an errand on a new VM and delete the VM, as ``bosh run-errand`` does. Return the errand's output."""
         instance = DeployedInstance(group)
         await self.new_vm_without_start(instance)
         result = await self.ask(instance, "run_errand", group)

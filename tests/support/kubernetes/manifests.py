@@ -1,4 +1,4 @@
-"""Renders the manifests in ``deploy/`` as kubectl applies them."""
+"""Renders the manifests in ``deploy/`` as kubectl would apply them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A single-node cluster in the namespaces that ``run_as_node`` has created. When PID 1 of the PID namespace exits, the
+"""A single-node cluster in the namespaces that ``run_as_node`` created. When PID 1 of the PID namespace exits, the
 kernel kills the whole cluster.
 
 A test may add a second node, which has its own network, mounts and container runtime.
@@ -267,7 +267,7 @@ class FirstNode(KubeletNode):
 
     @property
     def authority(self) -> Path:
-        """Return the API server's self-signed certificate."""
+        """Path of the API server's self-signed certificate."""
         return self.where / "api/apiserver.crt"
 
     def _connect(self) -> None:
@@ -327,7 +327,7 @@ class FirstNode(KubeletNode):
             to = ["-d", address, "-p", "tcp", "--dport", port, "-j", "DNAT", "--to-destination", f"{ADDRESS}:6443"]
             subprocess.run(["iptables", "-t", "nat", "-A", "PREROUTING", *to], check=True)
         if self.has("kube-router"):
-            # Packets between pods never leave the bridge, where iptables sees them only with this setting.
+            # kube-router uses iptables, which sees packets between pods on the same bridge only with this setting.
             Path("/proc/sys/net/bridge/bridge-nf-call-iptables").write_text("1")
             parts = {"run-router": "false", "run-service-proxy": "false", "run-firewall": "true"}
             options = {**parts, "kubeconfig": kubeconfig, "hostname-override": NAME, "iptables-sync-period": "1s"}
@@ -391,7 +391,7 @@ class Second(KubeletNode):
         for part in reversed(self._parts):
             part.terminate()
             part.wait()
-        # Containers of deleted pods may keep the network namespace for a while, so delete its link here.
+        # Containers of deleted pods may keep the network namespace alive for a while, so delete its veth pair here.
         _ip(f"link delete {SECOND}")
         self.kubectl("delete", "node", SECOND)
         shutil.rmtree(self.where, ignore_errors=True)
@@ -406,7 +406,7 @@ def _options(values: dict[str, Any]) -> list[str]:
 
 
 def here() -> Path:
-    """Return the node's directory. Fail the test if this process does not run in a node's namespaces."""
+    """Return the node's directory. Fail the test if this process is not running in a node's namespaces."""
     if NODE not in os.environ:
         pytest.fail("there is no node here: these tests are run by ./dev test-kubernetes", pytrace=False)
     return Path(os.environ[NODE])

@@ -34,7 +34,7 @@ def overlay(name: str) -> list[Document]:
 
 
 def pod_spec(documents: Iterable[Document]) -> Document:
-    """Return the only pod spec among the documents, so that it can be changed."""
+    """Return the only pod spec among the documents so that it can be changed."""
     (spec,) = [_template(document)["spec"] for document in documents if document["kind"] in ("Pod", "StatefulSet")]
     found: Document = spec
     return found
@@ -84,7 +84,7 @@ class Namespace:
         return self.scratch / "volumes" / claim
 
     def pod(self, name: str) -> Pod:
-        """Return the pod with that name, which need not exist yet."""
+        """Return the pod called ``name``, which need not exist yet."""
         return Pod(self, name)
 
     async def clear(self) -> None:

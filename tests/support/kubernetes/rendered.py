@@ -50,9 +50,9 @@ SERVE: Final = f"#!/bin/sh\nexec python3 -m http.server --directory /var/vcap/jo
 
 
 def make(podman: Podman, renderer: str, where: Path) -> str:
-    """Follow docs/without-director.md: write the manifests to ``where/rendered``, and build the init container's image.
+    """Create and render a small release as docs/without-director.md describes.
 
-    Return the image's name.
+    Write the manifests to ``where/rendered``, build the init container's image, and return the image's name.
     """
     release = where / "peers"
     templates = release / "jobs/peers/templates"

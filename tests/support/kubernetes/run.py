@@ -54,9 +54,9 @@ exec catatonit -- "$@"
 
 
 def run_as_node(command: list[str]) -> int:
-    """Run a command in new namespaces, in which it can start a node (``node.FirstNode``).
+    """Run a command in new namespaces in which it can start a node (``node.FirstNode``).
 
-    Return the command's exit code, or 1 if it has none.
+    Return the command's exit code, or 1 if it could not be run.
     """
     if os.geteuid() != 0:
         sys.stderr.write("cannot start a node: it takes root\n")

@@ -31,9 +31,7 @@ def foreign(*command: object, **env: str) -> int:
 
 
 def number_in(path: Path) -> int | None:
-    """Return the number that a program has written to a file, or None if the file does not contain a complete number
-    yet.
-    """
+    """Return the number that a program wrote to a file, or None if the file does not contain a complete number yet."""
     try:
         text = path.read_text()
     except FileNotFoundError:  # Another process may remove the file at any moment.
@@ -44,7 +42,8 @@ def number_in(path: Path) -> int | None:
 def number_of_program(path: Path, name: str) -> int | None:
     """Return the pid in a file, or None if the process with that pid is not running the program ``name`` yet.
 
-    A shell script writes its pid before it execs the program, so the pid alone does not show that the program runs.
+    A shell script writes its pid before it execs the program, so the pid alone does not show that the program is
+    running.
     """
     number = number_in(path)
     return number if number is not None and proc.name(number) == name else None

@@ -2,7 +2,7 @@
 
 Runs with the interpreter in ``.tools``. CONFIG contains the options for an ``s3`` blobstore as the Director writes
 them. Only the options for a store on this machine are supported. On failure the program exits with code 1 and a message
-that contains the secret key, to test that callers which quote the message remove the key.
+that contains the secret key, so that tests can check whether callers remove the key when they quote the message.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """failpoints.py FILE ARGUMENT...: an agent in which any asyncio task can be made to fail.
 
 On SIGRTMIN, the agent reads FILE. If FILE contains the name of a task, that task's current wait raises an unexpected
-error. If FILE is empty, the agent writes to it the names of all tasks that it restarts after a failure, one per line.
+error. If FILE is empty, the agent fills it with the names of all tasks that it restarts after a failure, one per line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def restarted() -> list[str]:
 
 
 def obey() -> None:
-    """Do what the content of ``FILE`` requests."""
+    """Make the task named in ``FILE`` fail or, if ``FILE`` is empty, write the names of all restarted tasks there."""
     if name := FILE.read_text():
         fail(name)
     else:
@@ -33,7 +33,7 @@ def obey() -> None:
 
 
 def fail(name: str) -> None:
-    """Make the task with this name fail."""
+    """Make the task called ``name`` fail."""
     for task in asyncio.all_tasks():
         if task.get_name() == name:
             waits_for: Any = task

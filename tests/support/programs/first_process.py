@@ -1,4 +1,4 @@
-"""An agent that is made to believe that it is PID 1, and therefore stops the container when it receives a signal."""
+"""An agent that believes it is PID 1 and therefore stops the container when it receives a signal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``grafana_losses.py FILE``: print the members of a dashboard that Grafana's schema does not contain.
 
 Runs with the interpreter in ``.tools``. Grafana's library parses the file into its own types and serializes them again.
-This loses members that are not in the schema, and a member with a wrong type causes an error.
+This loses members that are not in the schema, and a member of the wrong type causes an error.
 """
 
 from __future__ import annotations

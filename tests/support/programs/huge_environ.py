@@ -21,7 +21,7 @@ address = libc.mmap(None, size, PROT_READ, PRIVATE_ANONYMOUS | NORESERVE, -1, 0)
 if address in (None, 2**64 - 1):
     sys.exit(f"cannot map: {ctypes.get_errno()}")
 fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
-# The fields in proc(5): startcode, endcode and startstack, then start_data, end_data, start_brk, arg_start …
+# The positions are those in proc(5), which counts from 1. ``fields`` begins with the third field.
 code_start, code_end, stack, data_start, data_end, brk_start = (int(fields[at - 3]) for at in (26, 27, 28, 45, 46, 47))
 brk = libc.sbrk
 brk.restype = ctypes.c_void_p

@@ -75,7 +75,7 @@ class JobTree:
 
     @contextlib.asynccontextmanager
     async def supervising(self, *files: JobFile) -> AsyncIterator[Supervisor]:
-        """Run a supervisor for these jobs. During the block, this process adopts and reaps orphans."""
+        """Run a supervisor for the jobs in ``files``. During the block, this process adopts and reaps orphans."""
         with reaper.reaping():
             async with self.supervisor() as supervisor:
                 await supervisor.configure(files)
@@ -84,7 +84,7 @@ class JobTree:
 
     @contextlib.asynccontextmanager
     async def checking(self, *files: JobFile) -> AsyncIterator[Supervisor]:
-        """Like ``supervising``, run a supervisor for these jobs, and also let it check their monit rules."""
+        """Run a supervisor as ``supervising`` does, but let it also check the jobs' monit rules."""
         async with self.supervising(*files) as supervisor:
             running = asyncio.create_task(supervisor.run())
             try:
@@ -94,7 +94,7 @@ class JobTree:
                 running.cancel()
 
     def told(self, event: str) -> list[tuple[str, str]]:
-        """For each reported event of this kind, return the service and the action."""
+        """Return the service and the action of each reported event whose type is ``event``."""
         return [(each.service, each.action) for each in self.events if each.event == event]
 
     def open(self) -> None:
@@ -119,6 +119,6 @@ def info(supervisor: Supervisor, name: str) -> ServiceInfo:
 
 
 async def in_state(supervisor: Supervisor, name: str, *states: str) -> ServiceInfo:
-    """Wait until a service is in one of these states."""
+    """Wait until the service ``name`` is in one of the ``states``. Return the supervisor's information about it."""
     await until(lambda: info(supervisor, name).state in states, f"{name} {states}")
     return info(supervisor, name)

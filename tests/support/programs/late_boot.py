@@ -1,4 +1,4 @@
-"""late_boot.py FILE ARGUMENT...: an agent whose last late boot step waits until FILE exists."""
+"""late_boot.py FILE ARGUMENT...: an agent with an additional late boot step, which waits until FILE exists."""
 
 from __future__ import annotations
 

@@ -90,13 +90,13 @@ class Rounds:
         await self.supervisor.close()
 
     async def begin(self) -> None:
-        self.supervisor = await self.world.supervisor().__aenter__()  # Each round decides when to close it.
+        self.supervisor = await self.world.supervisor().__aenter__()  # A round may close it early.
         await self.supervisor.recover()
         await self.supervisor.configure(self.files)
 
     async def round(self) -> None:
-        """Kill a job's process, start an unrelated process with the pid of that process or of its starter, and send the
-        service a request.
+        """Kill a job's process, and give its pid or its start program's pid to an unrelated process. Then stop or
+        restart the service, or have the next supervisor adopt it.
         """
         name = self.random.choice(list(STARTS))
         which = self.random.choice(["process", "starter"])
@@ -104,7 +104,7 @@ class Rounds:
         then = self.random.choice(["stop", "restart", "next agent"])
         await self.supervisor.start_one(name)
         found = await in_state(self.supervisor, name, "running", "settling")
-        while not found.pid:  # The process has just exited.
+        while not found.pid:  # The process has exited in the meantime.
             await asyncio.sleep(0.003)
             found = await in_state(self.supervisor, name, "running", "settling")
         starter = await until(lambda: number_in(Path(f"{self.world.pidfile(name)}.starter")))

@@ -19,8 +19,9 @@ told: dict[int, int] = {}
 
 
 def take(wanted: int, how: str) -> int:
-    """Fork until a child has the requested pid. Return the pid of that child, or of the child's own child if ``how`` is
-    ``member``. Return 0 after a timeout.
+    """Fork until a child has the pid ``wanted``. Return the pid of the process that remains, or 0 after a timeout.
+
+    If ``how`` is ``member``, the child forks once more and exits, so that the child's own child remains.
     """
     give_up_at = time.monotonic() + TIMEOUT_S
     while time.monotonic() < give_up_at:
@@ -60,7 +61,9 @@ def stay(writing: int) -> None:
 
 
 def end(pid: int) -> str:
-    """Kill the process if it is still running. Return the signals that the process had received."""
+    """Kill the process if it is still running. Return the signals that it had received, followed by its wait status if
+    it had already exited.
+    """
     dead, status = os.waitpid(pid, os.WNOHANG)
     if not dead:
         os.kill(pid, signal.SIGKILL)
