@@ -36,19 +36,19 @@ FAILED = pytest.StashKey[bool]()
 def pytest_configure(config: pytest.Config) -> None:
     """Restore the default action for SIGINT, and build the keeper.
 
-    A pytest process in the background ignores SIGINT, and every process that it starts would inherit this, so tests
+    A pytest process that runs in the background ignores SIGINT. If the processes that it starts inherited this, tests
     that interrupt a process would fail.
     """
     process.default_signals()
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-        # Shorten the scratch directories' paths, because a Unix socket's path can have at most 107 bytes.
+        # Shorten the scratch directories' paths, because a Unix socket's path can be at most 107 bytes long.
         config.option.basetemp = str(Path(config.option.basetemp).with_name(worker.removeprefix("gw")))
     else:
         from hatch_build import build_keeper_of_checkout  # Only the main process needs hatchling.
 
         build_keeper_of_checkout()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [GUARDED_START, os.environ.get("PYTHONPATH")]))
-    # Set no time limit for a Hypothesis example, because slow machines would exceed it. Quick runs try a fifth of the
+    # Set no time limit for Hypothesis examples, because slow machines would exceed it. Quick runs try a fifth of the
     # usual number of examples.
     hypothesis.settings.register_profile("daily", deadline=None)
     hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
@@ -145,8 +145,8 @@ def held_loops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(autouse=True)
 def no_loop_is_held(request: pytest.FixtureRequest, held_loops: Path) -> Iterator[None]:
-    """Fail a test whose agent has blocked its event loop, unless the test does so on purpose (marker
-    ``loop_may_be_held``).
+    """Fail a test whose agent has blocked its event loop, unless the test is marked ``loop_may_be_held`` because it
+    blocks the loop on purpose.
     """
     yield
     found = {path: path.read_text() for path in held_loops.iterdir()}
@@ -167,7 +167,7 @@ def no_empty_cgroups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 def no_process_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """At the end of the test run, kill the processes that tests have left behind, and fail if that is not possible.
 
-    For example, a program that keeps forking would occupy a CPU during all later tests. If pytest itself is killed, a
+    Without this, a program that keeps forking would occupy a CPU long after the test run. If pytest itself is killed, a
     separate program kills the processes.
     """
     base = str(tmp_path_factory.getbasetemp())
@@ -181,7 +181,7 @@ def no_process_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 def no_child_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """After each test, kill its children and the descendants of its keepers.
 
-    If the test has failed, kill everything that it has started.
+    If the test has failed, kill everything that it started.
     """
     scratch: Path | None = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     before = set(_children())

@@ -35,7 +35,7 @@ def stemcell(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = subprocess.run([*make, *options], env=env, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     members = where / "members"
     with tarfile.open(made) as packed:
-        packed.extractall(members)  # noqa: S202 - we have made it ourselves
+        packed.extractall(members)  # noqa: S202 - we made it ourselves
     Path(made).unlink()
     return members
 

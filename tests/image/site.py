@@ -48,8 +48,8 @@ class ContainerSite(Environment):
 def project(directory: Path, name: str, content: str) -> None:
     """Write a file to a volume as the kubelet does for a Secret.
 
-    The file is a symlink through the ``..data`` link into a directory with a new name. To change the content, write a
-    new directory and replace ``..data``.
+    The file is a symlink that leads through the ``..data`` link to a file in a newly named directory. To change the
+    content, the kubelet writes a new directory and replaces ``..data``.
     """
     kept = Path(tempfile.mkdtemp(prefix="..2026_", dir=directory))
     kept.chmod(0o755)

@@ -78,7 +78,7 @@ def test_objects_created_by_the_cpi_for_a_vm_are_valid(
     documents = created_objects(server)
     kinds = {"Secret", "PersistentVolumeClaim", "Pod", "Service", "PodDisruptionBudget"}
     assert {one["kind"] for one in documents} == kinds
-    if version == "1.25":  # API servers with this version ignore the field
+    if version == "1.25":  # Kubernetes 1.25 does not have this field and ignores it.
         del documents[-1]["spec"]["unhealthyPodEvictionPolicy"]
     check(documents, version, tmp_path)
 

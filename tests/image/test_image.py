@@ -114,12 +114,12 @@ sshd -V 2>&1 | grep -q OpenSSH_10 || echo sshd
 
 
 @pytest.mark.skipif(not pods.IS_NEXT, reason="this base is not like Ubuntu 26.04: run ./dev test-next")
-def test_next_base_has_the_same_programs_as_ubuntu_26_04(podman: Podman, image: str) -> None:
+def test_next_base_image_has_the_same_programs_as_ubuntu_26_04(podman: Podman, image: str) -> None:
     assert podman("run", "--rm", "--network=none", image, "bash", "-c", NEXT_PROGRAMS) == ""
 
 
 def test_every_module_in_the_image_is_compiled(podman: Podman, image: str) -> None:
-    """The compiled modules must have unchecked hashes, so that Python does not recompile them or read their source."""
+    """The compiled modules must have unchecked hashes so that Python does not recompile them or read their source."""
     script = """
 import importlib.util, pathlib
 lib = pathlib.Path("/opt/agent_shim/lib")
@@ -153,7 +153,9 @@ def test_image_has_no_traces_of_the_build_machine(podman: Podman, image: str, tm
 
 
 @pytest.mark.parametrize("way", ["bash -lic", "sudo -i", "su - vcap -c", "sudo -i -u vcap", "su - bosh_a -c"])
-async def test_operator_shells_have_the_agents_path_and_prompt(podman: Podman, image: str, way: str) -> None:
+async def test_operator_shells_find_agent_commands_and_show_the_instance_in_the_prompt(
+    podman: Podman, image: str, way: str
+) -> None:
     instance = "mkdir -p /var/vcap/instance && cd /var/vcap/instance && printf web >name && printf 0815 >id"
     user = "useradd -m -b /var/vcap/bosh_ssh -s /bin/bash bosh_a"
     show = 'bash -ic \'echo "$PATH"; echo "${PS1@P}"\''
@@ -166,7 +168,7 @@ async def test_operator_shells_have_the_agents_path_and_prompt(podman: Podman, i
 
 
 @pytest.mark.parametrize("way", [[], ["sudo"]])
-def test_agent_commands_are_in_the_path(podman: Podman, image: str, way: list[str]) -> None:
+def test_agent_commands_are_on_the_path(podman: Podman, image: str, way: list[str]) -> None:
     find = ["sh", "-c", "command -v agent-shim; command -v monit; command -v bpm"]
     said = podman("run", "--rm", "--network=none", image, *way, *find)
 
@@ -184,14 +186,14 @@ def test_bpm_monit_and_bosh_agent_commands_run_the_agent(podman: Podman, image: 
     assert said[2].startswith(f"[Version] {version} (")
 
 
-def test_shells_in_the_image_complete_agent_commands(podman: Podman, image: str) -> None:
+def test_bash_in_the_image_has_tab_completion_for_agent_shim(podman: Podman, image: str) -> None:
     said = podman("run", "--rm", "--tty", "--network=none", image, "bash", "-ic", "complete -p agent-shim")
 
     assert re.fullmatch(r"complete .*-F \w*agent_shim agent-shim", said.strip())
 
 
 async def test_env_bosh_options_are_applied_or_refused_with_a_log_message(site: ContainerSite) -> None:
-    """``swap_size`` must be refused, because swap space belongs to the host."""
+    """``swap_size`` must be rejected, because swap space belongs to the host."""
     settings = json.loads(site.settings())
     wishes = {"remove_static_libraries": True, "swap_size": 512, "agent": {"settings": {"tmpfs": True}}}
     settings["env"]["bosh"] |= wishes

@@ -1,6 +1,4 @@
-"""The image's PID 1 restarts a crashed agent without restarting the jobs, and shuts the container down in an orderly
-way.
-"""
+"""The image's PID 1 restarts a crashed agent without restarting the jobs, and shuts the container down gracefully."""
 
 from __future__ import annotations
 
@@ -79,7 +77,7 @@ async def test_crashed_agent_is_restarted_and_jobs_continue(site: ContainerSite)
 
 
 @pytest.mark.parametrize("signal", ["TERM", "INT", "PWR"])
-async def test_stop_signals_to_pid_1_stop_the_container_in_order(site: ContainerSite, signal: str) -> None:
+async def test_stop_signal_to_pid_1_causes_an_orderly_stop(site: ContainerSite, signal: str) -> None:
     leaves = "/var/vcap/data/trace"
     async with site.container("env", "-i", "/sbin/init") as container:
         await container.put(SETTINGS, site.settings())

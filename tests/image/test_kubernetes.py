@@ -1,7 +1,7 @@
 """Tests the pods from deploy/kubernetes with ``podman kube play``.
 
 podman supports their commands, users, capabilities, read-only root file systems, ConfigMaps, host paths and restarts.
-It does not set the pod's group on volumes and does not call the preStop hook, so the tests do both.
+It neither sets the pod's group on volumes nor calls the preStop hook, so the tests do that themselves.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ LAST_WORDS: Final = ("/opt/agent_shim/bin/agent-shim", "drain", "--timeout", "50
 
 @dataclass(frozen=True)
 class Tier:
-    """What to expect of an overlay's pod. ``user`` is the agent's user, and ``called`` is the tier's name in
-    ``doctor``.
+    """What the tests expect of an overlay's pod. ``user`` is the agent's user, and ``called`` is the name by which
+    ``doctor`` refers to the tier.
     """
 
     user: str
@@ -46,7 +46,7 @@ class Tier:
     """Topics that ``doctor`` should report as limited."""
 
     @property
-    def judged(self) -> tuple[str, dict[str, str]]:
+    def expected_verdicts(self) -> tuple[str, dict[str, str]]:
         """Return the tier's name and the verdicts on ``TOPICS`` that ``doctor`` should report."""
         return self.called, {topic: "limited" if topic in self.limited else "good" for topic in TOPICS}
 
@@ -66,7 +66,7 @@ TOPICS: Final = frozenset(
 """Topics whose verdict depends on the tier, not on the machine that runs the test."""
 
 
-def judged(report: str) -> tuple[str, dict[str, str]]:
+def reported_verdicts(report: str) -> tuple[str, dict[str, str]]:
     """Return the tier's name and the verdicts on ``TOPICS`` from a JSON report that ``doctor`` wrote."""
     said = json.loads(report)
     return said["tier"], {one["topic"]: one["verdict"] for one in said["findings"] if one["topic"] in TOPICS}
@@ -131,7 +131,7 @@ def mapped(
 
 
 @asynccontextmanager
-async def played(
+async def running_overlay(
     podman: Podman, network: pods.ContainerNetwork, name: str, scratch: Path, secret: tuple[str, str] | None = None
 ) -> AsyncIterator[Container]:
     """Run an overlay's pod and yield its container. ``secret`` is the name and the content of a file in the "settings"
@@ -181,7 +181,7 @@ async def address(container: Container) -> str:
 
 
 async def user_of(container: Container, words: str) -> str:
-    """Return the user ids of all processes whose command line matches ``words``, separated by spaces."""
+    """Return a space-separated list of the user ids of all processes whose command line matches ``words``."""
     pids = (await container.exec("pgrep", "--full", words)).split()
     users = await container.exec("stat", "--format=%u", *(f"/proc/{pid}" for pid in pids))
     return " ".join(sorted(set(users.split())))
@@ -191,12 +191,12 @@ async def user_of(container: Container, words: str) -> str:
 async def test_job_answers_in_every_security_tier(
     podman: Podman, example: str, network: pods.ContainerNetwork, tmp_path: Path, name: str, tier: Tier
 ) -> None:
-    async with played(podman, network, name, tmp_path) as container:
+    async with running_overlay(podman, network, name, tmp_path) as container:
         assert await answer(container, 9190, "/readyz") == "jobs are running\n"
         assert await answer(container, 8080, "/") == "hello from hello\n"
         users = await user_of(container, "http.server"), await user_of(container, "bin/bosh-agent")
         assert users == ("1000", tier.user)
-        assert judged(await container.exec(*DOCTOR)) == tier.judged
+        assert reported_verdicts(await container.exec(*DOCTOR)) == tier.expected_verdicts
 
         assert await container.exec(*LAST_WORDS) == "all jobs stopped in order\n"
         assert (tmp_path / "store/hello/starts.txt").read_text() == "prepared\ndrained\n"
@@ -205,7 +205,9 @@ async def test_job_answers_in_every_security_tier(
 async def test_cpi_pod_runs_jobs_after_a_secret_change_and_a_container_restart(site: ContainerSite) -> None:
     disk = {"system": "", "persistent": {"disk-1": "/warden-cpi-dev/disk-1"}}
     file = "config.json"
-    async with played(site.podman, site.network, "cpi", site.scratch, (file, site.settings(disks=disk))) as container:
+    async with running_overlay(
+        site.podman, site.network, "cpi", site.scratch, (file, site.settings(disks=disk))
+    ) as container:
         await site.until_pong()
         await site.director.run(AGENT, "mount_disk", "disk-1")
         await site.deploy()
@@ -238,7 +240,7 @@ async def kill_from_outside(podman: Podman, container: Container) -> None:
 async def test_restarted_container_starts_its_job_again(
     podman: Podman, example: str, network: pods.ContainerNetwork, tmp_path: Path
 ) -> None:
-    async with played(podman, network, "base", tmp_path) as container:
+    async with running_overlay(podman, network, "base", tmp_path) as container:
         assert await answer(container, 8080, "/starts.txt") == "prepared\n"
         await kill_from_outside(podman, container)
         async with asyncio.timeout(60):

@@ -21,8 +21,7 @@ OLDEST = {
     "unmodified-copy": "1.25",
     **dict.fromkeys(("../cpi/privileged", "../cpi/baseline", "../cpi/restricted", "../cpi/cluster-reader"), "1.25"),
 }
-"""Maps each directory of manifests to the oldest Kubernetes version that the manifests support and the validator
-knows.
+"""Maps each directory of manifests to the oldest Kubernetes version that both the manifests and the validator support.
 """
 NEWEST = "1.37"
 

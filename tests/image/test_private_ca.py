@@ -18,7 +18,7 @@ import pytest
 from tests.support.pods import Podman
 from tests.support.source import ROOT
 
-pytestmark = [pytest.mark.image, pytest.mark.early]  # builds an image
+pytestmark = [pytest.mark.image, pytest.mark.early]  # Building an image takes minutes.
 
 PARTS = (
     *("Dockerfile", ".dockerignore", "LICENSE", "README.md", "pyproject.toml", "hatch_build.py"),
@@ -69,7 +69,7 @@ def test_image_can_be_built_with_a_private_ca(podman: Podman, base: str, image: 
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
         tree.mkdir(exist_ok=True)
         copy(ROOT / part, tree / part)
-    # Invalidate the cached layer, because a changed secret does not invalidate it.
+    # Invalidate the cached layer explicitly, because changing a secret does not.
     (tree / "requirements/layer").write_text(str(uuid.uuid4()))
 
     with index(wheels, tmp_path) as url:

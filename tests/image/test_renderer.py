@@ -22,7 +22,9 @@ def renderer(podman: Podman, base: str, image: str) -> str:
 
 @pytest.mark.timeout(1800)  # includes the time to build the image on a busy machine
 @pytest.mark.parametrize("index", [0, 1])
-def test_pod_renders_its_own_instance(podman: Podman, renderer: str, tmp_path: Path, index: int) -> None:
+def test_renderer_image_uses_the_pod_index_and_address(
+    podman: Podman, renderer: str, tmp_path: Path, index: int
+) -> None:
     job = tmp_path / "release/jobs/web"
     (job / "templates").mkdir(parents=True)
     (job / "spec").write_text(yaml.safe_dump({"name": "web", "templates": {"a.erb": "config/a"}}))

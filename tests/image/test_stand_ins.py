@@ -145,7 +145,7 @@ CHPST = [
 
 @pytest.mark.parametrize(("arguments", "code"), CHPST)
 async def test_chpst_behaves_like_runits_chpst(container: Container, arguments: str, code: int) -> None:
-    """Our chpst is compared with runit's, if the base image contains it. Only error messages may differ."""
+    """If the base image contains runit, our chpst must behave like runit's, except for its error messages."""
     await container.exec(
         "sh",
         "-c",

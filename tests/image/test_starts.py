@@ -1,6 +1,7 @@
-"""The image runs jobs under each known CPI, with that CPI's start command and its way of passing settings.
+"""The image runs jobs when it is started the way each known CPI starts it.
 
-The commands are copied from the CPIs. Most of them are chains with ``&&``, so the container exits if one command fails.
+The start commands are copied from the CPIs. Most of them are chains with ``&&``, so the container exits if one command
+fails.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ def chain(*commands: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class CpiStart:
-    """A CPI's start ``command``, and how the CPI passes settings and disks.
+    """How a CPI starts a container, and how it passes settings and disks to the container.
 
-    The settings are at ``path``. They are copied into the running container or, with ``volume``, mounted. With
-    ``directory``, the volume is a directory with links, as the kubelet creates it for a Secret. With ``whole_tree``,
-    another volume hides the image's /var/vcap. ``disks`` is the directory in which disks appear, and ``options`` are
-    passed to ``podman run``.
+    The settings are copied to ``path`` in the running container or, with ``volume``, mounted there. With ``directory``,
+    the mounted volume is a directory with links, as the kubelet creates it for a Secret. With ``whole_tree``, another
+    volume hides the image's /var/vcap. Disks appear in the ``disks`` directory, and ``options`` are passed to
+    ``podman run``.
     """
 
     command: tuple[str, ...]
@@ -59,7 +60,7 @@ class CpiStart:
 
 
 CPIS = {
-    # bosh-docker-cpi-release vm/factory.go
+    # Source: bosh-docker-cpi-release vm/factory.go
     "docker, runit": CpiStart(
         chain(*UMOUNT, *SYS, NO_CHRONY, "printf '%b' 'nameserver 192.0.2.53\\n' > /etc/resolv.conf", RUNSVDIR),
     ),
@@ -85,13 +86,13 @@ CPIS = {
             "exec /sbin/init",
         ),
     ),
-    # bosh-kubernetes-cpi-release vm/vm_start.go
+    # Source: bosh-kubernetes-cpi-release vm/vm_start.go
     "kubernetes (cppforlife)": CpiStart(
         chain(*UMOUNT, *SYS, "echo '#!/bin/bash' > /var/vcap/bosh/bin/ntpdate", RUNSVDIR),
         volume=True,
         disks="/mnt",
     ),
-    # sykesm/kubernetes-cpi actions/create_vm.go
+    # Source: sykesm/kubernetes-cpi actions/create_vm.go
     "kubernetes (sykesm)": CpiStart(
         ("/usr/sbin/runsvdir-start",), "/var/vcap/bosh/instance_settings.json", volume=True, disks="/mnt"
     ),
@@ -99,7 +100,7 @@ CPIS = {
     "kubernetes (evoila)": CpiStart(
         ("/usr/sbin/runsvdir-start",), "/var/vcap/bosh/instance_settings.json", volume=True, whole_tree=True
     ),
-    # SAP/bosh-kubernetes-cpi-release CPI/Kubernetes/Resource/Pod.hs
+    # Source: SAP/bosh-kubernetes-cpi-release CPI/Kubernetes/Resource/Pod.hs
     "kubernetes (SAP)": CpiStart(
         chain(
             "cp /etc/resolv.conf /etc/resolv.conf.dup",
@@ -117,7 +118,7 @@ CPIS = {
         disks="/var/vcap/bosh/disks",
         options=("--tty", "--interactive"),
     ),
-    # bosh-runc-cpi service/create_vm.go
+    # Source: bosh-runc-cpi service/create_vm.go
     "runc": CpiStart(
         ("bash", "-c", f"umount /var/vcap/data/root_log; {RUNSVDIR}"),
         volume=True,
@@ -134,7 +135,7 @@ CPIS = {
 async def started(
     site: ContainerSite, cpi: CpiStart, *options: str, settings: str | None = None
 ) -> AsyncIterator[Container]:
-    """Run a container with the command, options and settings of this CPI."""
+    """Run a container with the CPI's command, options and settings."""
     document = settings or site.settings()
     if cpi.whole_tree:
         tree = site.scratch / "tree"
@@ -149,7 +150,7 @@ async def started(
 
 
 def disks_of(directory: str) -> dict[str, Any]:
-    """Return the value of ``disks`` in the settings for a disk in this directory."""
+    """Return the value of ``disks`` in the settings for a disk in ``directory``."""
     return {"system": "", "persistent": {DISK: f"{directory}/{DISK}"}}
 
 
@@ -161,7 +162,7 @@ class DiskDirectory:
     kept: Path
 
     async def attach(self, cid: str) -> None:
-        """Mount a disk in the directory, as the warden CPI does with an image file."""
+        """Bind-mount a disk below the directory, where the warden CPI would mount an image file."""
         for directory in (self.place / cid, self.kept / cid):
             directory.mkdir()
         await self._run("mount", "--bind", str(self.kept / cid), str(self.place / cid))
@@ -238,7 +239,7 @@ def servers(resolv_conf: str) -> list[str]:
     return [line.split()[1] for line in resolv_conf.splitlines() if line.startswith("nameserver")]
 
 
-async def test_agent_runs_next_to_another_pid_1(site: ContainerSite) -> None:
+async def test_agent_runs_alongside_another_pid_1(site: ContainerSite) -> None:
     """Garden runs its own PID 1 and executes the start command as a separate process. The agent must start even if an
     unmount in that command fails.
     """
@@ -261,7 +262,7 @@ async def test_agent_runs_next_to_another_pid_1(site: ContainerSite) -> None:
         await running
 
 
-async def test_jobs_run_again_after_a_recreation_by_the_docker_cpi(site: ContainerSite) -> None:
+async def test_agent_reconnects_and_mounts_a_disk_after_a_recreation_by_the_docker_cpi(site: ContainerSite) -> None:
     """To attach a disk, the Docker CPI kills the container, deletes its data and starts a new container. Until the CPI
     has copied the saved files, the agent has an incomplete settings file and credentials that the bus no longer
     accepts.
@@ -293,7 +294,7 @@ async def test_jobs_run_again_after_a_recreation_by_the_docker_cpi(site: Contain
 
 
 @pytest.mark.parametrize("name", ["kubernetes (cppforlife)", "kubernetes (sykesm)", "kubernetes (SAP)"])
-async def test_jobs_run_again_after_a_recreation_by_the_kubernetes_cpis(site: ContainerSite, name: str) -> None:
+async def test_disk_is_mounted_after_a_recreation_by_the_kubernetes_cpis(site: ContainerSite, name: str) -> None:
     """The Director sends no disk hint, so the agent must find the disk's path in the settings."""
     cpi = CPIS[name]
     disk = site.scratch / "disk"
@@ -316,7 +317,7 @@ async def test_jobs_run_again_after_a_recreation_by_the_kubernetes_cpis(site: Co
         await container.exec("test", "-f", "/var/vcap/store/kept")
 
 
-async def test_jobs_run_again_after_a_restart_with_the_same_root_file_system(site: ContainerSite) -> None:
+async def test_jobs_and_disk_are_restored_after_a_restart_with_the_same_root_file_system(site: ContainerSite) -> None:
     """The LXD CPI restarts the container to reboot the VM or to attach a disk. Its disk hint is a map that contains the
     path, while most CPIs send the path itself.
     """

@@ -20,7 +20,7 @@ from tests.support import pods
 from tests.support.pods import Podman
 from tests.support.source import ROOT
 
-pytestmark = [pytest.mark.image, pytest.mark.early]  # builds an image
+pytestmark = [pytest.mark.image, pytest.mark.early]  # Building an image takes minutes.
 
 MOST = 80_000_000
 """Maximum size in bytes of /opt/agent_shim, which contains almost everything that the overlay adds to a base."""
@@ -37,13 +37,13 @@ def unpacked(podman: Podman, image: str, tmp_path_factory: pytest.TempPathFactor
     tarball = Path(done.stdout.strip())
     (where / "size").write_text(str(tarball.stat().st_size))
     with tarfile.open(tarball) as packed:
-        packed.extractall(where / "members")  # noqa: S202 - we have made it ourselves
+        packed.extractall(where / "members")  # noqa: S202 - we made it ourselves
     tarball.unlink()
     return where / "members"
 
 
 def test_stemcell_image_has_the_build_time_as_modification_time(unpacked: Path) -> None:
-    """The LXD CPI uses this time as the creation date of the LXD image, and LXD refuses the time 0."""
+    """The LXD CPI uses this time as the creation date of the LXD image, and LXD rejects the time 0."""
     assert (unpacked / "image").stat().st_mtime == stemcell.build_time() > 0
 
 

@@ -14,7 +14,7 @@ from tests.support import jobs, pods
 from tests.support.pods import Container, Podman
 from tests.support.source import ROOT
 
-pytestmark = [pytest.mark.image, pytest.mark.early]  # builds an image
+pytestmark = [pytest.mark.image, pytest.mark.early]  # Building an image takes minutes.
 
 IMAGE = f"{pods.IMAGE}-systemd"
 UNIT = "agent-shim.service"

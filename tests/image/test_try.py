@@ -33,7 +33,7 @@ ERRAND = "{name: check, templates: {run: bin/run}}"
 
 
 def packed(files: dict[str, str | bytes]) -> bytes:
-    """Return a gzipped tarball of these files."""
+    """Return a gzipped tarball of ``files``."""
     whole = io.BytesIO()
     with tarfile.open(fileobj=whole, mode="w:gz") as tar:
         for name, content in files.items():

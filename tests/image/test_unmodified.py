@@ -14,7 +14,7 @@ from tests.image.site import FULL, SETTINGS, ContainerSite
 from tests.support import pods
 from tests.support.pods import Podman
 
-pytestmark = [pytest.mark.image, pytest.mark.early]  # builds an image
+pytestmark = [pytest.mark.image, pytest.mark.early]  # Building an image takes minutes.
 
 START = ("/usr/bin/env", "-i", "AGENT_SHIM_GRACE=50", "/opt/agent_shim/overlay/start")
 APPLY = ("/opt/agent_shim/python/bin/python3", "-IB", "/opt/agent_shim/overlay/apply", "/", "--without-program")
@@ -64,7 +64,7 @@ async def test_unmodified_stemcell_runs_the_agent_from_a_volume(
         assert await container.stop() == 0
 
 
-def test_overlay_applied_twice_changes_nothing(podman: Podman, stemcell: str, volume: str) -> None:
+def test_applying_the_overlay_again_changes_nothing(podman: Podman, stemcell: str, volume: str) -> None:
     mount = f"--mount=type=image,source={volume},destination=/opt/agent_shim"
     twice = f"{' '.join(APPLY)} >/first; {' '.join(APPLY)} >/second; wc -l </first; wc -l </second"
     first, second = podman("run", "--rm", "--network=none", mount, stemcell, "sh", "-c", twice).split()

@@ -23,10 +23,10 @@ from tests.support.environment import AGENT
 from tests.support.pods import Container, Podman
 from tests.support.source import ROOT
 
-pytestmark = [pytest.mark.image, pytest.mark.early]  # builds an image
+pytestmark = [pytest.mark.image, pytest.mark.early]  # Building an image takes minutes.
 
 FORMER: Final = {"0.2.0": "9b696af0"}
-"""Version and commit of each of the last two releases. So far, there is only one such release."""
+"""Version and commit of the last two releases. So far, there is only one such release."""
 CPI: Final = CPIS["kubernetes (sykesm)"]
 OVERLAY: Final = ("stemcell_overlay", "systemd")
 PID: Final = ("cat", "/var/vcap/sys/run/sleeper/sleeper.pid", "/var/vcap/sys/run/user/user.pid")
@@ -86,9 +86,9 @@ def now(image: str) -> ReleasedImage:
 
 
 def release(version: str) -> Mapping[str, Mapping[str, str | bytes]]:
-    """Return two jobs: ``sleeper`` runs as root, and ``user`` runs as vcap and needs access through ``/var/vcap/data``.
+    """Return two jobs: ``sleeper`` runs as root, and ``user`` runs as vcap and has to traverse ``/var/vcap/data``.
 
-    One of the ``user`` job's scripts depends on ``version``, so another version changes the job.
+    One of the ``user`` job's scripts contains ``version``, so a different version changes the job.
     """
     user = jobs.process(Paths(), "user", "echo $$ >$pidfile; exec chpst -u vcap:vcap /var/vcap/jobs/user/bin/run")
     run = f"#!/bin/sh\n# {version}\nexec sleep 1000\n"
@@ -100,7 +100,7 @@ def site_with(site: ContainerSite, one: ReleasedImage) -> ContainerSite:
 
 
 async def check_jobs_and_disk(site: ContainerSite, container: Container) -> None:
-    """Check that the jobs run, and that the disk with the test's file is mounted at the store."""
+    """Check that the jobs are running, and that the disk with the test's file is mounted at the store."""
     await site.until_state("running")
     assert await site.director.run(AGENT, "list_disk") == [DISK]
     await container.exec("test", "-e", "/var/vcap/store/kept")
@@ -128,7 +128,7 @@ async def test_upgrade_and_rollback_keep_jobs_on_the_same_volumes(
             await container.stop()
 
 
-async def test_rollback_runs_vcaps_jobs_on_a_volume_created_with_mode_0750(
+async def test_jobs_run_as_vcap_after_a_rollback_on_a_volume_created_with_mode_0750(
     site: ContainerSite, former: ReleasedImage, now: ReleasedImage
 ) -> None:
     """Under the earlier release, vcap could not enter a volume with this mode. This release changes the mode, so vcap

@@ -1,6 +1,6 @@
 """The admission policy in deploy/cpi restricts somebody who has stolen the CPI's token, but not the CPI itself.
 
-The policy runs in a real API server. The CPI's account has all RBAC permissions, so every refusal comes from the
+The policy runs in a real API server. The CPI's account has all RBAC permissions, so every rejection comes from the
 policy.
 """
 
@@ -27,7 +27,9 @@ Document = dict[str, Any]
 
 NAMESPACE = "bosh"
 REFUSED = (403, 422)
-"""HTTP statuses of a refusal. The API server uses 422 unless the policy specifies a reason other than ``Invalid``."""
+"""HTTP statuses of a rejected request. The API server uses 422 unless the policy specifies a reason other than
+``Invalid``.
+"""
 ACCOUNT = f"system:serviceaccount:{NAMESPACE}:bosh-cpi"
 PROGRAM = (ROOT / "kubernetes_cpi/attachment_program.py").read_text()
 PARAMETERS = {"program": PROGRAM, "images": "registry.example/ other.example/agents/", "privileged_vms": "false"}
@@ -56,8 +58,9 @@ VERSIONS = {
 
 
 def document(kind: str, name: str, label: str, **more: Any) -> Document:
-    """Return an object with the CPI's labels, including ``label`` as its kind. If ``label`` is "", the object has no
-    labels.
+    """Return an object with the CPI's labels. ``label`` is the value of the label ``cpi.bosh.io/kind``.
+
+    If ``label`` is "", the object has no labels.
     """
     labels = LABELS | {"cpi.bosh.io/kind": label, "cpi.bosh.io/vm": VM} if label else {}
     metadata = {"name": name, "namespace": NAMESPACE, "labels": labels}
@@ -127,8 +130,9 @@ def with_volume(name: str, source: Document, path: str) -> Callable[[Document], 
 
 
 def copying(**members: Any) -> Callable[[Document], object]:
-    """Return a change that adds the init container that copies the agent for unmodified stemcells. ``members`` override
-    the container's fields.
+    """Return a change that adds the init container which copies the agent, as in a VM from an unmodified stemcell.
+
+    ``members`` override the container's fields.
     """
     copier = {
         "name": "agent",
@@ -250,7 +254,7 @@ CREATED: dict[str, tuple[Document, str]] = {
         "profiles of a pod",
     ),
     "an SELinux type": (secured(seLinuxOptions={"type": "spc_t"}), "profiles of a container"),
-    # Helper pods.
+    # These cases create helper pods.
     "a helper with another program": (helper(change=with_argument(4, "evil")), "a helper can only run `program`"),
     "a helper with another interpreter": (
         helper(change=with_argument(0, "/disk/evil")),
@@ -328,7 +332,7 @@ CREATED: dict[str, tuple[Document, str]] = {
         helper("reboot", with_volume("agent", {"secret": {"secretName": "reboot-1"}}, "/opt/agent_shim")),
         "volumes of these kinds",
     ),
-    # Secrets, claims and Services.
+    # These cases create other objects, such as Secrets, claims and Services.
     "a token of another account": (
         document("Secret", "t", "vm", type="kubernetes.io/service-account-token")
         | {
@@ -463,7 +467,7 @@ def path_of(one: Document) -> str:
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """Provide an API server with the policy. Its namespace contains the CPI's objects and other owners' objects."""
+    """Provide an API server with the policy, and a namespace with objects that the CPI and other owners created."""
     made = ApiServer(programs(), tmp_path_factory.mktemp("api"))
     try:
         made.start()
@@ -570,7 +574,7 @@ def test_admission_policy_denies_creation_with_a_stolen_token(api: ApiServer, na
 
 
 @pytest.mark.parametrize("name", ADMITTED)
-def test_admission_policy_admits_the_cpis_objects(api: ApiServer, name: str) -> None:
+def test_admission_policy_admits_objects_created_by_the_cpi(api: ApiServer, name: str) -> None:
     one = copy.deepcopy(ADMITTED[name])
     one["metadata"]["name"] += "0" if one["metadata"]["name"] != VM else ""
     if one["metadata"]["name"] == VM:
@@ -627,7 +631,7 @@ def test_admission_policy_admits_every_cpi_request(api: ApiServer, tmp_path: Pat
     server = FakeApiServer(FakeCluster())
     try:
         cpi = CpiCalls(server, tmp_path, disks={"attach": "live"})
-        _live(cpi)
+        _create_every_kind(cpi)
     finally:
         server.close()
     kinds = {path.rsplit("/", 1)[1]: path for path in PATHS.values()}
@@ -656,7 +660,7 @@ def test_admission_policy_admits_every_cpi_request(api: ApiServer, tmp_path: Pat
     }
 
 
-def _live(cpi: CpiCalls) -> None:
+def _create_every_kind(cpi: CpiCalls) -> None:
     """Create, use and delete VMs so that the CPI creates every kind of object and pod that it supports."""
     front = {"name": "front", "ports": [{"port": 80}], "ingress": {"hosts": ["web.example"]}}
     metadata = {"deployment": "dep", "job": "db", "index": "0", "id": "i", "director": "d"}

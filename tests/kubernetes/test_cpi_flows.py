@@ -93,20 +93,20 @@ async def test_changed_vm_type_replaces_the_vm_and_keeps_the_disk(site: Site, db
 
 
 @ATTACHING
-async def test_create_swap_delete_moves_the_disk(site: Site, db: DeployedInstance) -> None:
+async def test_disk_moves_to_the_new_vm_in_a_create_swap_delete_update(site: Site, db: DeployedInstance) -> None:
     await site.deployments.create_swap_delete(db)
     await site.check(db)
 
 
 @ATTACHING
-async def test_disk_grows_by_migration(site: Site, db: DeployedInstance) -> None:
+async def test_disk_data_survives_migration_to_a_larger_disk(site: Site, db: DeployedInstance) -> None:
     old = await site.deployments.grow_by_migration(db, 128)
     await site.check(db)
     await site.deployments.delete_disk(old)
     await site.check(db)
 
 
-async def test_disk_grows_by_resize(site: Site, db: DeployedInstance) -> None:
+async def test_disk_can_be_enlarged_in_place_but_not_shrunk(site: Site, db: DeployedInstance) -> None:
     with pytest.raises(CpiCallError) as told:
         await site.cpi.call("resize_disk", db.disk, 32)
     assert told.value.kind in ("NotSupported", "NotImplemented")
@@ -141,7 +141,7 @@ async def test_vm_with_an_unresponsive_agent_is_resurrected(site: Site, db: Depl
     await site.check(db)
 
 
-async def test_reboot_keeps_disks_and_data_or_is_refused(site: Site, db: DeployedInstance) -> None:
+async def test_reboot_vm_keeps_disks_and_data_or_is_rejected_as_unsupported(site: Site, db: DeployedInstance) -> None:
     """After "Reboot VM" in `bosh cloud-check`, the Director does not mount disks again, so the agent must mount
     them.
     """
@@ -317,7 +317,7 @@ async def test_compilation_vm_compiles_a_package(site: Site, db: DeployedInstanc
     await site.check(db)
 
 
-async def test_deletion_removes_all_objects_and_can_be_repeated(site: Site, db: DeployedInstance) -> None:
+async def test_deleted_deployment_leaves_no_objects_and_can_be_deleted_again(site: Site, db: DeployedInstance) -> None:
     vm, disk = db.vm, db.disk
     await site.deployments.delete(db)
     await site.deployments.delete_disk(disk)

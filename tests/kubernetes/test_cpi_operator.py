@@ -35,14 +35,14 @@ BY_RECREATION = next(way for way in WAYS if way.attach == "recreate")
 USERNS = Way("userns", "live", "userns", "privileged")
 RESTRICTED = Way("restricted", "never", "restricted", "restricted", reserved=True)
 UNDER_POLICY = Way("under a policy", "recreate", "base", "privileged")
-"""The namespace has the Pod Security level `privileged`, which admits everything, so refusals come from the admission
+"""The namespace has the Pod Security level `privileged`, which admits everything, so rejections come from the admission
 policy.
 """
 POLICY = ROOT / "deploy/cpi/admission/policy.yaml"
 
 
 async def try_kubectl(site: Site, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Run kubectl in the site's namespace. Return the result even if the command has failed."""
+    """Run kubectl in the site's namespace. Return the result even if the command failed."""
     return await asyncio.to_thread(
         site.namespace.node.kubectl, f"--namespace={site.namespace.name}", *arguments, stdin=stdin
     )
@@ -59,7 +59,7 @@ async def evict(site: Site, instance: DeployedInstance) -> subprocess.CompletedP
 
 
 async def until_allowed(site: Site, wanted: int) -> None:
-    """Wait until the disruption controller has counted the pods, so that it allows ``wanted`` evictions."""
+    """Wait until the disruption controller has counted the pods and allows ``wanted`` evictions."""
     async with asyncio.timeout(LIMIT):
         while await site.namespace.kubectl("get", "pdb", "-o", "jsonpath={.items[*].status.disruptionsAllowed}") != str(
             wanted
@@ -104,7 +104,7 @@ async def addresses_behind(site: Site, service: str) -> list[str]:
 
 
 async def until_forwarded_to(site: Site, service: str, *instances: DeployedInstance) -> None:
-    """Wait until a Service forwards connections to exactly these VMs."""
+    """Wait until a Service forwards connections to the VMs of ``instances`` and to no others."""
     pods = [await site.namespace.pod(one.vm).look() for one in instances]
     wanted = sorted(pod["status"]["podIP"] for pod in pods)
     async with asyncio.timeout(LIMIT):
@@ -113,7 +113,7 @@ async def until_forwarded_to(site: Site, service: str, *instances: DeployedInsta
 
 
 async def network_objects(site: Site) -> list[str]:
-    """Return the names of all Services, Ingresses and NetworkPolicies that the CPI has created."""
+    """Return the names of all Services, Ingresses and NetworkPolicies that the CPI created."""
     kinds, ours = "services,ingresses,networkpolicies", "app.kubernetes.io/managed-by=kubernetes-cpi"
     return sorted((await site.namespace.kubectl("get", kinds, "-l", ours, "-o", "name")).split())
 
@@ -163,7 +163,7 @@ async def until_resolves_to(site: Site, name: str, asking: DeployedInstance, wan
             await asyncio.sleep(0.2)
 
 
-async def test_instance_name_resolves_in_vms_after_its_address_changed(node: FirstNode, tmp_path: Path) -> None:
+async def test_instance_name_resolves_to_the_new_address_after_a_recreate(node: FirstNode, tmp_path: Path) -> None:
     if not node.has("coredns"):
         pytest.skip("no CoreDNS among the programs")
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
@@ -182,7 +182,7 @@ CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.ar
 
 
 async def reaches(site: Site, one: DeployedInstance, address: str, port: int) -> bool:
-    """Return True if the VM can connect to this address and port."""
+    """Return True if the VM ``one`` can connect to ``port`` at ``address``."""
     command = ("exec", one.vm, "--", "/opt/agent_shim/bin/python3", "-c", CONNECT, address, str(port))
     return (await try_kubectl(site, *command)).returncode == 0
 
@@ -197,7 +197,7 @@ async def test_group_network_policy_blocks_other_groups(node: FirstNode, tmp_pat
         pytest.skip("nothing among the programs enforces NetworkPolicies")
     async with cpi_site.site(node, BY_RECREATION, tmp_path) as site:
         # Remove the egress policy, because kube-router 1.2 does not support its IPv6 rule. With that rule, kube-router
-        # would deliver every packet that may leave one VM to the other VM, regardless of the ingress policy.
+        # would deliver every packet that the egress policy lets out, regardless of the ingress policy.
         await site.namespace.kubectl("delete", "networkpolicy", "bosh-vms-out")
         director = site.deployments
         outside = await director.first_deploy("outside", with_disk=False)
@@ -289,7 +289,7 @@ def status_of(url: str) -> int:
     return status
 
 
-async def test_trial_vms_start_in_a_cluster(node: FirstNode, tmp_path: Path) -> None:
+async def test_vms_with_the_cloud_properties_from_try_kubernetes_start(node: FirstNode, tmp_path: Path) -> None:
     """The VMs have the same cloud properties as the Director and the instances that ``./dev try-kubernetes``
     creates.
     """
@@ -314,7 +314,7 @@ async def test_trial_vms_start_in_a_cluster(node: FirstNode, tmp_path: Path) -> 
 
 @asynccontextmanager
 async def writable_volumes() -> AsyncIterator[None]:
-    """During the block, keep making all volumes from the cluster's provisioner writable for every user.
+    """During the block, make each volume from the cluster's provisioner writable for every user as soon as it appears.
 
     These volumes are host directories, to which the kubelet does not apply `fsGroup`.
     """
@@ -389,7 +389,7 @@ async def test_bpm_sandbox_does_not_keep_a_detached_disk_busy(node: FirstNode, t
         disk = await director.create_disk(db)
         hint = await site.cpi.call("attach_disk", db.vm, disk)
         await director.ask(db, "add_dynamic_disk", disk, hint)
-        # Restart the job, so that its bpm sandbox is created while the other disk is attached.
+        # Restart the job so that its bpm sandbox is created while the other disk is attached.
         await director.ask(db, "stop")
         await director.ask(db, "start")
         await director.until_running(db)

@@ -65,7 +65,7 @@ def _pod(name: str, container: Document, volumes: list[Document], **spec: Any) -
 def _sykesm_pod() -> Document:
     container = {
         "name": "bosh-job",
-        # The CPI uses Always, which would fail here, because the cluster has no registry.
+        # The CPI sets the policy to Always, which would fail here because the cluster has no registry.
         "imagePullPolicy": "IfNotPresent",
         "command": ["/usr/sbin/runsvdir-start"],
         "args": [],
@@ -135,7 +135,7 @@ class OtherVm:
         return found
 
     async def create(self, *disks: str) -> None:
-        """Create the settings and a pod that mounts these disks."""
+        """Create the settings and a pod that mounts ``disks``."""
         persistent = {self.cpi.disk(disk): self.cpi.place.format(disk) for disk in disks}
         networks = {"default": {"type": "dynamic", "preconfigured": True, "dns": None}}
         settings = json.loads(self.bosh.settings(disks={"persistent": persistent}, networks=networks))

@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 
 from agent_shim.core.paths import Paths
-from tests.image.test_kubernetes import DOCTOR, TIERS, judged
+from tests.image.test_kubernetes import DOCTOR, TIERS, reported_verdicts
 from tests.support import jobs
 from tests.support.environment import AGENT, BLOBS, Environment
 from tests.support.kubernetes.objects import Document, Namespace, Pod, end_on_request, overlay, pod_spec
@@ -27,9 +27,9 @@ HELLO_PID: Final = ("pgrep", "--full", "http.server")
 
 
 def pod_of_cpi(bosh: Environment, settings: str, *, disk: bool = True) -> list[Document]:
-    """Return the documents for a pod like those that a CPI creates, with these settings and the test's blobstore.
+    """Return the manifests for a pod like those that a CPI creates. ``settings`` is the content of its settings file.
 
-    Unless ``disk`` is False, the pod has a disk.
+    The pod gets the test's blobstore and, unless ``disk`` is False, a disk.
     """
     bosh.blobs.mkdir(exist_ok=True)
     documents = [one for one in overlay("cpi") if disk or one["kind"] != "PersistentVolumeClaim"]
@@ -47,7 +47,7 @@ def pod_of_cpi(bosh: Environment, settings: str, *, disk: bool = True) -> list[D
 
 
 def set_grace(documents: list[Document], seconds: int) -> None:
-    """Replace the manifests' grace period of one minute, and set the preStop hook's timeout to one second less."""
+    """Set the pod's grace period to ``seconds``, and the preStop hook's timeout to one second less."""
     spec = pod_spec(documents)
     spec["terminationGracePeriodSeconds"] = seconds
     spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1] = str(seconds - 1)
@@ -62,11 +62,11 @@ async def test_job_in_a_pod_runs_without_a_director(namespace: Namespace, name: 
     assert await pod.get("/", 8080) == (200, "hello from hello\n")
     assert await pod.get("/readyz") == (200, "jobs are running\n")
     assert "agent_shim_build_info" in (await pod.get("/metrics"))[1]
-    tier, judgements = TIERS[name].judged
+    tier, judgements = TIERS[name].expected_verdicts
     if namespace.node.minor >= 24:
         # With containerd 2, every user in a pod can bind ports below 1024.
         judgements = judgements | {"ports below 1024": "good"}
-    assert judged(await pod.exec(*DOCTOR)) == (tier, judgements)
+    assert reported_verdicts(await pod.exec(*DOCTOR)) == (tier, judgements)
     await namespace.kubectl("delete", "statefulsets", "--all", "--cascade=orphan")
     await pod.delete()
     store = namespace.volume("hello-store" if name == "example" else "store-hello-0")
@@ -241,8 +241,9 @@ def slow_to_drain(trace: str) -> dict[str, str]:
 
 
 async def test_evicted_pod_cuts_drains_short_and_stops_its_jobs(namespace: Namespace, bosh: Environment) -> None:
-    """When the kubelet evicts a pod, it gives the preStop hook one second and then the container two more, whatever the
-    pod's grace period is.
+    """When the kubelet evicts a pod, it allows one second for the preStop hook and two more for the container.
+
+    The pod's own grace period is ignored.
     """
     if namespace.node.minor < 36:
         pytest.skip("older kubelets give other times")

@@ -55,7 +55,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_privileged", [False, True])
-def test_kubernetes_manifests_are_valid(api: ApiServer, tmp_path: Path, is_privileged: bool) -> None:
+def test_rendered_manifests_are_accepted_by_the_api_server(api: ApiServer, tmp_path: Path, is_privileged: bool) -> None:
     job = tmp_path / "r/jobs/web"
     (job / "templates").mkdir(parents=True)
     (job / "spec").write_text(SPEC)

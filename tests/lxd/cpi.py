@@ -67,7 +67,7 @@ class LxdCpi:
     def create_stemcell(self, image: Path, properties: dict[str, Any]) -> str:
         """Import the root file system. Return the stemcell's cid.
 
-        The creation date is the modification time of ``image``, because LXD refuses 0.
+        LXD rejects a creation date of 0, so the modification time of ``image`` is used.
         """
         metadata = {
             "architecture": properties["architecture"],

@@ -1,4 +1,6 @@
-"""The lifecycle of a VM that the LXD CPI creates from our stemcell, in a privileged and an unprivileged container."""
+"""Tests the lifecycle of a VM that the LXD CPI creates from our stemcell, in a privileged and an unprivileged
+container.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,7 @@ async def test_lxd_vm_keeps_jobs_and_files_through_its_lifecycle(
     await asyncio.to_thread(inside, vm, "test", "-e", "/var/vcap/store/kept")
     assert "waiting until another agent ends" not in inside(vm, "sh", "-c", "cat /var/vcap/bosh/log/*")
 
-    # LXD stops a container with SIGPWR, on which the agent must drain and stop the jobs.
+    # LXD stops a container by sending SIGPWR. The agent must then drain and stop the jobs.
     await asyncio.to_thread(lxc, "stop", vm)
     await asyncio.to_thread(lxc, "start", vm)
     await bosh.until_state("running")

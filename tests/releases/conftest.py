@@ -107,7 +107,7 @@ def _live_in_image(podman: Podman, world: str, made: Plan, place: Path) -> dict[
 
 @pytest.fixture(scope="session")
 def lives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
-    """Start all selected tests' lifecycles, so that they run in parallel, and return their results."""
+    """Start all selected tests' lifecycles in parallel, and return their results."""
     where = tmp_path_factory.mktemp("releases")
     play = _live_on_this_machine
     if BASE:

@@ -1,4 +1,4 @@
-"""Each test runs a job that does something unusual that a public release does, and checks the effects.
+"""Each test runs a job that imitates something unusual in a public release, and checks the effects.
 
 The ``release`` mark names the release and the file that the job imitates.
 """
@@ -19,7 +19,7 @@ PROGRAM: Final = "/var/vcap/packages/web/bin"
 
 
 def check(name: str = "web", rules: str = "", program: str = "ctl") -> str:
-    """Return a monit process check with a ctl script and these additional rules."""
+    """Return a monit process check with a ctl script and the additional lines ``rules``."""
     ctl = f"/var/vcap/jobs/web/bin/{program}"
     return (
         f"check process {name} with pidfile {RUN}/{name}.pid\n"
@@ -46,7 +46,7 @@ esac
 
 
 def bpm(*processes: str) -> str:
-    """Return a bpm.yml with these processes."""
+    """Return a bpm.yml with the processes named ``processes``."""
     return json.dumps({"processes": [{"name": one, "executable": f"{PROGRAM}/{one}"} for one in processes]})
 
 
@@ -141,7 +141,7 @@ HEALTH: Final = (
     files={"monit": check() + HEALTH.format('and request "/health" then alert'), "bin/ctl": ctl()},
     trials=("port closed",),
 )
-def test_instance_is_failing_while_a_host_checks_port_is_closed(life: Phases) -> None:
+def test_instance_is_failing_while_the_port_in_a_host_check_is_closed(life: Phases) -> None:
     assert runs(life["rest"])
     assert life["port closed"]["job_states"][-1] == "failing"
     assert life["port closed"]["states"]["web-health"][-1] == "failing"
@@ -159,7 +159,7 @@ def test_instance_is_failing_while_a_host_checks_port_is_closed(life: Phases) ->
     },
     acts=(("names change", "echo 10.0.0.9 other >>/etc/hosts"),),
 )
-def test_changed_file_runs_its_rules_command(life: Phases) -> None:
+def test_changed_file_triggers_the_command_in_its_check(life: Phases) -> None:
     assert not [event for event in life["rest"]["events"] if event[1] == "SIGHUP"]
     assert [event for event in life["names change"]["events"] if event[1] == "SIGHUP"]
     assert starts(life["names change"]) == 0
@@ -441,7 +441,7 @@ def test_drain_script_with_a_negative_result_is_called_again(life: Phases) -> No
     },
     acts=(("broken", f"touch {RUN}/broken; kill -9 $(cat {RUN}/web.pid)"),),
 )
-def test_service_is_unmonitored_after_its_restart_limit(life: Phases) -> None:
+def test_service_is_unmonitored_when_it_reaches_its_restart_limit(life: Phases) -> None:
     assert runs(life["rest"])
     assert life["broken"]["job_states"][-1] == "failing"
     assert starts(life["broken"]) == 0

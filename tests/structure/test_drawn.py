@@ -18,14 +18,14 @@ from tools.pages import (
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in GENERATED}))
-def test_generated_parts_of_pages_are_current(page: str) -> None:
+def test_generated_parts_of_pages_are_up_to_date(page: str) -> None:
     text = (PAGES / page).read_text()
 
     assert regenerated(page, text) == text, "stale: ./dev run python -m tools.pages"
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_generated_files_are_current(name: str) -> None:
+def test_generated_files_are_up_to_date(name: str) -> None:
     assert FILES[name]() == (ROOT / name).read_text(), "stale: ./dev run python -m tools.pages"
 
 

@@ -37,13 +37,13 @@ OUTSIDE = frozenset({"cli.check", "cli.deployment", "cli.kubernetes", "cli.rende
 
 @dataclass(frozen=True)
 class Raw:
-    """Functions in a module that may open paths directly, with the reason."""
+    """The functions in one module that are allowed to open paths directly, and the reason."""
 
     why: str
     functions: frozenset[str] = field(default_factory=frozenset)
 
 
-# Reasons for opening a path directly that apply to several functions:
+# These reasons for opening a path directly apply to several functions:
 OWN = "only root writes there: below bosh, monit, instance or the state backup"
 BUNDLES = "installed by root below directories of root, where jobs can only read"
 KERNEL = "files of the kernel or the image"
@@ -118,11 +118,11 @@ RAW: Mapping[str, Raw] = {
         KERNEL,
         frozenset({"_clock", "_directories", "_kernel", "_name_servers", "_space"}),
     ),
-    "services.volume_lease": Raw(OWN, frozenset({"_created"})),
+    "services.volume_lease": Raw(OWN, frozenset({"_open_lock_file"})),
     "daemon.handback": Raw(OWN, frozenset({"_disks", "_jobs", "hand_back"})),
     "bulk.archive": Raw(
         "a new directory of the agent, by descriptor, with O_EXCL and O_NOFOLLOW",
-        frozenset({"_UnpackedTree.file", "_unpack"}),
+        frozenset({"_UnpackedTree.add_file", "_unpack"}),
     ),
     "host.job_cgroups": Raw(
         KERNEL,
@@ -133,7 +133,7 @@ RAW: Mapping[str, Raw] = {
                 "_below",
                 "_type",
                 "_forbid_swap",
-                "_hand_down",
+                "_enable_below",
                 "_kill_as_group",
                 "offered",
             }
@@ -190,7 +190,7 @@ RAW: Mapping[str, Raw] = {
     "host.host_stats": Raw(KERNEL, frozenset({"load"})),
     "host.tree_namespace": Raw(KERNEL, frozenset({"_make_place", "show_as_vcap"})),
     "host.mounts": Raw(KERNEL, frozenset({"is_mount_point", "mounts"})),
-    "host.hostname": Raw(KERNEL, frozenset({"owner"})),
+    "host.hostname": Raw(KERNEL, frozenset({"obstacle"})),
     "host.network": Raw(KERNEL, frozenset({"listeners", "is_of_machine"})),
     "bulk.packing": Raw(
         "directories that the agent names; everything below them is opened by host.guarded",
@@ -259,8 +259,8 @@ RAW: Mapping[str, Raw] = {
     "services.scripts": Raw(
         SCRATCH, frozenset({"Scripts._jobs_with_script", "Scripts._log_directory", "Scripts.errand", "shown"})
     ),
-    "services.sshd": Raw(OWN, frozenset({"Sshd._have_host_key", "Sshd._log_size"})),
-    "daemon.standalone": Raw(NAMED, frozenset({"Standalone._holds", "_members", "_version"})),
+    "services.sshd": Raw(OWN, frozenset({"Sshd._have_host_key", "Sshd._truncate_log"})),
+    "daemon.standalone": Raw(NAMED, frozenset({"Standalone._is_deployed", "_members", "_version"})),
     "supervisor.bpm_runner": Raw(
         "bpm.yml is in a bundle; checks whether volumes exist, which the sandbox opens itself",
         frozenset(
@@ -287,7 +287,7 @@ RAW: Mapping[str, Raw] = {
         SCRATCH, frozenset({"Programs.directory", "Programs.trim", "_cut", "Programs.printed"})
     ),
     "supervisor.supervisor": Raw(OWN, frozenset({"Supervisor.job_state", "Supervisor.recover"})),
-    "services.users": Raw(KERNEL, frozenset({"Users._with_password", "Users._accounts"})),
+    "services.users": Raw(KERNEL, frozenset({"Users._has_password", "Users._accounts"})),
     "services.vitals": Raw(KERNEL, frozenset({"Vitals._age"})),
     "bulk.install": Raw(SCRATCH, frozenset({"_newest", "finish"})),
     "bulk.worker": Raw(SCRATCH, frozenset({"_rotate", "become_worker"})),
@@ -354,7 +354,7 @@ def test_listed_reasons_for_direct_opens_are_still_needed() -> None:
 
 
 @pytest.mark.attack("root in a container damages files that the agent reads at boot")
-def test_own_files_are_read_with_size_and_type_limits() -> None:
+def test_agent_reads_its_own_files_with_size_and_type_limits() -> None:
     own = [(name, raw.functions) for name, raw in RAW.items() if raw.why == OWN]
 
     assert [

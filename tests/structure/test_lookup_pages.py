@@ -27,7 +27,7 @@ code.
 
 
 def table(page: str, header: str) -> list[list[str]]:
-    """Return the cells of the first table with this header on the page, without backticks."""
+    """Return the cells of the first table on the page whose header line is ``header``, without backticks."""
     rows = (ROOT / "docs" / page).read_text().partition(header + "\n")[2].partition("\n\n")[0].splitlines()[1:]
     return [[cell.strip().strip("`") for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
 

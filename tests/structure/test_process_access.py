@@ -15,18 +15,17 @@ OF_A_PROCESS = re.compile(r"(^|/)proc/?$|/proc/(\d|\{|%)")
 
 PLACES: Mapping[str, str] = {
     "host.proc": "reads other processes with limits",
-    "host.capabilities": "reads the status of its own process; tests replace the root directory",
     "host.sandbox_exec": "mounts /proc",
     "host.host_stats": "reads values of the machine, not of a process; tests replace the root directory",
     "host.pseudo_terminal": "opens a pseudo-terminal in the root directory of a process that an operator has named",
     "services.disks.mounting": "refuses /proc as the mount point of a disk",
     "supervisor.bpm_runner": "mounts /proc into the sandbox of a job",
 }
-"""Modules that may contain such a path, with the reasons."""
+"""Modules that are allowed to contain such a path, with the reasons."""
 
 
 def texts(module: Module) -> Iterator[tuple[str, int]]:
-    """Yield the string literals in a module with their lines, except docstrings. In f-strings, each inserted value
+    """Yield a module's string literals, except docstrings, with their line numbers. In f-strings, each inserted value
     becomes ``{``.
     """
     for node in module.nodes:
@@ -38,8 +37,8 @@ def texts(module: Module) -> Iterator[tuple[str, int]]:
 
 
 def test_only_host_proc_reads_other_processes_files() -> None:
-    """Such reads need limits, because a process's environment can be terabytes long, and the process can make such a
-    read block forever.
+    """Reading another process's files requires limits, because its environment can be terabytes long, and it can make
+    the read block forever.
     """
     others = [module for module in modules().values() if module.name not in PLACES]
     found = [(each.name, line, text) for each in others for text, line in texts(each) if OF_A_PROCESS.search(text)]

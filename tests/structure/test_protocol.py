@@ -38,7 +38,7 @@ def test_protocol_page_describes_each_action_correctly(section: Section) -> None
 
 
 def _named() -> Counter[str]:
-    """Return the numbers of facts that occur in test names, with the number of tests for each."""
+    """Return the fact numbers that occur in test names, and how many tests name each fact."""
     found: Counter[str] = Counter()
     for path in TESTS.rglob("test_*.py"):
         found.update(re.findall(r"^(?:async )?def test_([a-z]\d+)_", path.read_text(), re.MULTILINE))

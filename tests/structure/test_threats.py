@@ -23,7 +23,7 @@ ONCE_SUCCESSFUL = (
     "a job gives its logs names that are not UTF-8",
     "a bpm process replaces its directory or volume with a link before the agent mounts it",
     "a bpm process types into the operator's terminal, or survives the end of `bpm shell`",
-    "a neighbour sends requests that are malformed or never end to an open port",
+    "a neighbour sends malformed or endless requests to an open port",
     "another agent forges a reply_to",
     "text from a job sends control sequences to an operator's terminal",
     "a request contains no disk cid",
@@ -41,7 +41,7 @@ def test_every_known_attacker_has_an_attack() -> None:
 
 
 @pytest.mark.parametrize("attack", ONCE_SUCCESSFUL)
-def test_attack_that_once_succeeded_has_a_test(attack: str) -> None:
+def test_every_attack_that_once_succeeded_has_a_test(attack: str) -> None:
     assert attack in attacks()
 
 

@@ -45,7 +45,7 @@ def test_tasks_named_by_workflows_exist(name: str) -> None:
     assert tasks(read(name)) - known == set()
 
 
-def test_each_supported_python_and_arm64_are_tested() -> None:
+def test_ci_covers_every_supported_python_version_and_arm64() -> None:
     matrix = read("ci.yml")["jobs"]["test"]["strategy"]["matrix"]
     classifiers = re.findall(r"Python :: (3\.\d+)\"", (ROOT / "pyproject.toml").read_text())
 
@@ -62,8 +62,8 @@ def test_workflows_limit_permissions_and_have_timeouts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_workflow_actions_are_pinned_to_a_commit(name: str) -> None:
-    """A tag could be moved to other code."""
+def test_workflow_actions_are_pinned_and_scripts_contain_no_event_data(name: str) -> None:
+    """A tag could be moved to other code, and the shell would execute text that an event inserts into a script."""
     used = re.findall(r"uses: (.*)", (ROOT / ".github/workflows" / name).read_text())
 
     assert used

@@ -45,10 +45,10 @@ WRITABLE: Final = "--security-opt=unmask=/sys/fs/cgroup"
 
 @dataclass(frozen=True)
 class Tier:
-    """How podman runs a container in one of the tiers. On the machine, its agent runs as the user ``uid``.
+    """A tier in docs/kubernetes.md, and how podman runs its container.
 
-    ``volumes`` are the paths at which volumes are mounted in the container. ``called`` is the name by which ``doctor``
-    refers to the tier.
+    ``uid`` is the agent's uid outside the container. ``volumes`` are the paths at which volumes are mounted in the
+    container. ``called`` is the name by which ``doctor`` refers to the tier.
     """
 
     called: str
@@ -83,7 +83,7 @@ RESTRICTED: Final = Tier(
 )
 CLEARS: Final = {
     "privileged": PRIVILEGED.plus("--cgroupns=private"),
-    "privileged-host-namespace": PRIVILEGED.plus("--cgroupns=host"),  # like containerd
+    "privileged-host-namespace": PRIVILEGED.plus("--cgroupns=host"),  # as containerd runs privileged pods
     "userns-writable": USERNS.plus(WRITABLE),
     "base-writable": BASE.plus(WRITABLE),
     "restricted-writable": replace(RESTRICTED.plus(WRITABLE), runtime="runc", cgroup_manager="systemd"),
@@ -142,7 +142,7 @@ class Instance:
         (self.data / name / "eat").touch()
 
     async def exhaust(self, name: str) -> str:
-        """Tell a job to allocate memory, and wait until it runs in a new process. Return the alert's summary."""
+        """Make a job allocate memory until it is killed and restarted. Return the summary of the alert."""
         before, others = self.pid(name), {other: self.pid(other) for other in RELEASE if other != name}
         self.eat(name)
         alert = await self.site.monitor.wait_for(
@@ -174,7 +174,7 @@ class Instance:
 
 @contextmanager
 def image_for(tier: Tier) -> Iterator[str]:
-    """Yield the image as an argument for ``--rootfs``. In a user namespace, its root owns the files."""
+    """Yield the image as an argument for ``--rootfs``. The files belong to the container's root user."""
     if tier.uid != UIDS:
         yield f"{guest.IMAGE}:O"
         return
@@ -238,8 +238,8 @@ async def test_oom_killer_kills_one_process_if_the_agent_can_change_the_cgroup(t
 
 @pytest.mark.parametrize("tier", CANNOT_CLEAR.values(), ids=CANNOT_CLEAR.keys())
 async def test_oom_killer_kills_all_processes_if_the_agent_cannot_change_the_cgroup(tier: Tier, tmp_path: Path) -> None:
-    """``doctor`` says how to change this. A process that exceeds its own limit is still killed alone, because the agent
-    kills it. When the container is restarted, the jobs are started again.
+    """``doctor`` suggests the kubelet's singleProcessOOMKill setting. A process that exceeds only its own limit is
+    still killed alone, because the agent kills it. When the container is restarted, the jobs are started again.
     """
     async with deployed(tier, tmp_path) as instance:
         report = await instance.doctor()
@@ -259,7 +259,7 @@ async def test_oom_killer_kills_all_processes_if_the_agent_cannot_change_the_cgr
 
 
 async def test_kernel_enforces_memory_limits_of_jobs_in_a_delegated_cgroup(tmp_path: Path) -> None:
-    """The agent creates the jobs' cgroups next to its own."""
+    """The agent creates the jobs' cgroups alongside its own."""
     async with deployed(DELEGATED, tmp_path) as instance:
         report = await instance.doctor()
         assert report["findings"]["cgroups"]["found"] == "version 2, subgroups can be created"

@@ -24,7 +24,7 @@ os.abort()
 
 @pytest.fixture
 def handler(tmp_path: Path) -> Iterator[Path]:
-    """Install a program to which the kernel pipes core dumps, and return the directory to which it writes them.
+    """Install a program to which the kernel pipes core dumps. Return the directory with the dumps.
 
     Each dump is written to a file named after the crashed process's pid.
     """
@@ -40,7 +40,7 @@ def handler(tmp_path: Path) -> Iterator[Path]:
 
 def crash(how: str) -> int:
     with subprocess.Popen([sys.executable, "-c", CRASH, how]) as crashed:
-        crashed.wait()  # wait until the handler has exited
+        crashed.wait()  # before the process exits, the kernel writes its memory to the handler
         return crashed.pid
 
 

@@ -1,4 +1,4 @@
-"""Out-of-memory kills in a container with cgroup v2, where the kubelet has set memory.oom.group."""
+"""Tests out-of-memory kills in a container with cgroup v2, where the kubelet has set memory.oom.group."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_oom_kill_in_a_privileged_container_kills_one_process(container: Path) -
 
 def test_oom_kill_with_a_read_only_cgroup_kills_all_processes(container: Path) -> None:
     """The agent cannot clear memory.oom.group if the cgroup is read-only, as in unprivileged pods. There, only the
-    kubelet's setting singleProcessOOMKill keeps the other processes alive.
+    kubelet's singleProcessOOMKill setting keeps the other processes alive.
     """
     done = run(container, "ro")
 

@@ -1,4 +1,6 @@
-"""The systemd unit on a machine with systemd as PID 1 and only cgroup v2: restarts, memory limits, kills and vitals."""
+"""Tests the systemd unit on a machine with systemd as PID 1 and only cgroup v2: restarts, memory limits, kills and
+vitals.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,7 @@ class Guest:
         return int(path.read_text())
 
     async def exceed_memory_limit(self) -> str:
-        """Make one process exceed its memory limit and wait until it runs again. Return the alert about the limit."""
+        """Make a process exceed its memory limit and wait until it has been restarted. Return the alert."""
         before = self.pid("hungry")
         Path("/var/vcap/data/web/eat").touch()
         said: str = await until_true(self.alert)
@@ -137,7 +139,7 @@ def systemctl(*arguments: str) -> str:
 
 @contextmanager
 def drop_in(text: str) -> Iterator[None]:
-    """Change a setting in the unit for the duration of the block. It takes effect when the unit is restarted."""
+    """Change a setting in the unit for the duration of the block. The caller has to restart the unit."""
     path = Path(f"/etc/systemd/system/{UNIT}.d/test.conf")
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"[Service]\n{text}\n")
@@ -225,7 +227,7 @@ async def test_agent_kills_a_process_above_its_memory_limit_without_delegated_cg
     """
     await guest.deploy()
     others = {name: guest.pid(name) for name in ("modest", "old")}
-    assert not list(GROUP.glob("**/memory.max"))[1:], "no group below that of the unit"
+    assert not list(GROUP.glob("**/memory.max"))[1:], "no cgroup below the unit's"
     said = await guest.exceed_memory_limit()
 
     used = re.search(r"process hungry of job web used ([0-9.]+) MiB, its limit is 64.0 MiB: it was killed", said)
@@ -235,7 +237,7 @@ async def test_agent_kills_a_process_above_its_memory_limit_without_delegated_cg
 
 
 @pytest.mark.parametrize("guest", ["MemoryMax=400M"], indirect=True)
-async def test_vitals_are_relative_to_the_unit(guest: Guest) -> None:
+async def test_memory_vitals_describe_the_unit_relative_to_its_limit(guest: Guest) -> None:
     await guest.deploy()
     vitals = (await guest.state("full"))["vitals"]["mem"]
     current = int((GROUP / "memory.current").read_text())
