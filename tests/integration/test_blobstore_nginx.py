@@ -16,6 +16,7 @@ from agent_shim.demo.pki import Authority
 from agent_shim.demo.release import archive
 from tests.support.jobs import NETWORKS
 from tests.support.nginx import Nginx, nginx
+from tests.support.waiting import until
 from tests.support.world import LocalAgent
 from tests.support.world import world as made
 
@@ -89,7 +90,13 @@ async def test_dav_blobstore_with_tls_and_password_stores_and_installs_packages(
     assert sha1(server.path(logs["blobstore_id"]).read_bytes()) == logs["sha1"]
 
     assert await world.value("sync_dns", "records", sha1(RECORDS), 3) == "synced"
-    methods = [method for method, status in server.requests() if status < 300]
+
+    def methods_of_successful_requests() -> list[str]:
+        return [method for method, status in server.requests() if status < 300]
+
+    # nginx writes to its log only after it has sent the response.
+    await until(lambda: len(methods_of_successful_requests()) >= 6)
+    methods = methods_of_successful_requests()
     assert (methods.count("GET"), methods.count("PUT")) == (4, 2)
     assert remaining_files(world) == []
 
