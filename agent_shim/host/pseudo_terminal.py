@@ -96,12 +96,18 @@ def in_terminal(argv: list[str]) -> int:
         is_killed = True
         os.kill(child, signal.SIGKILL)
 
+    def start_timer(_signal: int, _frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C must not restart the timer
+        signal.setitimer(signal.ITIMER_REAL, HANG_UP_TIMEOUT_S)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = os.posix_spawnp(argv[0], argv, os.environ, setsigdef=[signal.SIGINT])
     signal.signal(signal.SIGALRM, kill)
-    signal.signal(signal.SIGINT, lambda *_: signal.setitimer(signal.ITIMER_REAL, HANG_UP_TIMEOUT_S))
+    signal.signal(signal.SIGINT, start_timer)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    # Stop the timer before the program is reaped, because its pid may be reused afterwards.
+    signal.setitimer(signal.ITIMER_REAL, 0)
     status = os.waitpid(child, 0)[1]
-    signal.setitimer(signal.ITIMER_REAL, 0)  # the pid may be reused from now on
     return INTERRUPTED if is_killed else _code(os.waitstatus_to_exitcode(status))
 
 

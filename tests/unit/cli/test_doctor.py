@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -269,3 +270,18 @@ def test_doctor_does_not_suggest_a_volume_that_exists(
     assert finding.verdict == LIMITED
     assert ("--volume" not in finding.change) == is_volume
     assert ("reachable through a link" not in finding.follows) == is_volume
+
+
+@pytest.mark.parametrize(
+    ("total_mib", "free_mib", "verdict"),
+    [(1024, 40, WRONG), (1024, 55, LIMITED), (1024, 200, GOOD), (10_240, 60, WRONG), (10_240, 600, LIMITED)],
+)
+def test_doctor_reports_a_disk_as_full_when_downloads_would_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total_mib: int, free_mib: int, verdict: str
+) -> None:
+    """On a small volume, downloads leave less space free than on a large one."""
+    size = 1 << 20
+    status = os.statvfs_result((size, size, total_mib, free_mib, free_mib, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: status)
+
+    assert finding_of("disk space", tmp_path).verdict == verdict
