@@ -20,6 +20,7 @@ from tests.chaos.case import case
 from tests.support import namespaces
 from tests.support.instance import AGENT
 from tests.support.readings import cpu_seconds
+from tests.support.serving import serving
 from tests.support.stand import CONNECTED, CannotInjectError, Stand, asked, at_most, commands, expect, small, until
 from tests.support.stand_jobs import SLEEPER, checked, deployed, process_states, reaches, simple
 
@@ -451,33 +452,29 @@ exec python3 -c 'import time; x = bytearray(200 << 20); time.sleep(100000)'"""
 async def test_hanging_network_checks_do_not_delay_restarts(stand: Stand) -> None:
     await stand.boot()
 
-    # Catch the cancellation at the end of the case, because Python 3.11 logs a cancelled handler as an error.
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer), contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(600)
+        await asyncio.sleep(600)
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer), contextlib.suppress(asyncio.CancelledError):
-            for _ in range(600):
-                writer.write(b"x")
-                await asyncio.sleep(1)
+        for _ in range(600):
+            writer.write(b"x")
+            await asyncio.sleep(1)
 
     async def pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer), contextlib.suppress(ConnectionError, asyncio.CancelledError):
+        with contextlib.suppress(ConnectionError):
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 10000000000\r\n\r\n")
             while not writer.is_closing():
                 writer.write(bytes(1 << 16))
                 await writer.drain()
 
     jobs = {"good": simple("good")}
-    servers = []
-    for name, serve in (("hangs", hang), ("drips", drip), ("pours", pour)):
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        servers.append(server)
-        port = server.sockets[0].getsockname()[1]
-        rule = f"if failed host 127.0.0.1 port {port} protocol http with timeout 2 seconds for 60 cycles then restart"
-        jobs[name] = checked(name, f"echo $$ > {{run}}/{name}.pid\n{SLEEPER}", rules=rule)
-    try:
+    async with contextlib.AsyncExitStack() as opened:
+        for name, serve in (("hangs", hang), ("drips", drip), ("pours", pour)):
+            port = await opened.enter_async_context(serving(serve))
+            rule = (
+                f"if failed host 127.0.0.1 port {port} protocol http with timeout 2 seconds for 60 cycles then restart"
+            )
+            jobs[name] = checked(name, f"echo $$ > {{run}}/{name}.pid\n{SLEEPER}", rules=rule)
         await deployed(stand, jobs)
         for name in jobs:
             await reaches(stand, name, "running", 30)  # a process is ``starting`` until its first check
@@ -487,9 +484,6 @@ async def test_hanging_network_checks_do_not_delay_restarts(stand: Stand) -> Non
         stand.dies("good")
         os.kill(before, signal.SIGKILL)
         took = await until(lambda: stand.live().get("good", before) != before, 2, "the killed job was not restarted")
-    finally:
-        for server in servers:
-            server.close()
     stand.tell(f"a job that died meanwhile ran again after {took * 1000:.0f} ms")
 
 

@@ -11,6 +11,7 @@ import pytest
 from agent_shim.core.errors import BusError
 from agent_shim.edges.mail import deliver
 from agent_shim.supervisor.monit.control_file import Control
+from tests.support.serving import serving
 
 
 async def test_mail_to_a_server_with_an_endless_greeting_is_abandoned() -> None:
@@ -26,13 +27,11 @@ async def test_mail_to_a_server_with_an_endless_greeting_is_abandoned() -> None:
                 writer.write(b"2")
                 await writer.drain()
                 await asyncio.sleep(0.1)
-        writer.close()
         ended.set()
 
-    server = await asyncio.start_server(drip, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    control = Control(Path("monitrc"), recipients=["agent@local"], mail_servers=[("127.0.0.1", port)], mail_timeout=1)
-    async with server, asyncio.timeout(60):
+    async with serving(drip) as port, asyncio.timeout(60):
+        servers = [("127.0.0.1", port)]
+        control = Control(Path("monitrc"), recipients=["agent@local"], mail_servers=servers, mail_timeout=1)
         with pytest.raises(BusError, match=f"cannot send a mail: 127.0.0.1:{port}: .*no answer within 1 s"):
             await deliver(control, b"From: monit@here\r\n\r\nx")
         enough.set()

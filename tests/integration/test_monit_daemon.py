@@ -27,6 +27,7 @@ from agent_shim.host import process
 from tests.support import jobs, monitrc
 from tests.support.ports import free_address
 from tests.support.programs.jobs import JobTree
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 USER = "vcap:random-password"
@@ -161,12 +162,6 @@ async def mail_server(port: int) -> AsyncIterator[list[list[str]]]:
     """Run an SMTP server (RFC 5321). Yield a list to which it adds each email as a list of lines."""
     mails: list[list[str]] = []
 
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await take(reader, writer)
-        finally:
-            writer.close()
-
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"220 here\r\n")
         while line := (await reader.readline()).decode().strip().upper():
@@ -180,11 +175,8 @@ async def mail_server(port: int) -> AsyncIterator[list[list[str]]]:
             if line == "QUIT":
                 break
 
-    server = await asyncio.start_server(talk, "127.0.0.1", port)
-    try:
+    async with serving(take, port=port):
         yield mails
-    finally:
-        server.close()
 
 
 def alert(mail: list[str]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from agent_shim.core.settings import Mbus
 from agent_shim.demo.pki import Authority
 from agent_shim.edges.bus.nats import BusTiming, NatsBus
 from tests.support.bus import ClientConnection, connected, echo, facing
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 
@@ -45,35 +46,29 @@ def test_bus_retry_delays_and_timeouts_grow_at_most_threefold() -> None:
 @pytest.mark.parametrize("how", ["greets", "is silent", "is away"])
 async def test_bus_timeouts_grow_only_if_the_server_sends_info(how: str) -> None:
     """While the server is down, attempts cost nothing, so the timeouts stay short in case it comes back."""
-    taken: list[asyncio.StreamWriter] = []
 
-    def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        taken.append(writer)
+    async def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if how == "greets":
             writer.write(b'INFO {"server_id":"S","version":"2.10.0","max_payload":1048576,"tls_required":true}\r\n')
+        await asyncio.Event().wait()
 
-    server = await asyncio.start_server(take, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    if how == "is away":
-        server.close()
-        await server.wait_closed()
     authority = Authority()
     pair = authority.agent("agent")
-    mbus = Mbus((f"nats://127.0.0.1:{port}",), authority.ca, pair.certificate, pair.private_key)
     timing = Hasty()
-    bus = NatsBus("agent", mbus, echo, timing=timing)
-    running = asyncio.create_task(bus.run())
-    try:
-        await until(lambda: len(timing.slow) >= 4)
+    async with contextlib.AsyncExitStack() as opened:
+        port = await opened.enter_async_context(serving(take))
+        if how == "is away":
+            await opened.aclose()
+        mbus = Mbus((f"nats://127.0.0.1:{port}",), authority.ca, pair.certificate, pair.private_key)
+        running = asyncio.create_task(NatsBus("agent", mbus, echo, timing=timing).run())
+        try:
+            await until(lambda: len(timing.slow) >= 4)
 
-        assert timing.slow[:4] == ([0, 1, 2, 3] if how == "greets" else [0] * 4)
-    finally:
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
-        for writer in taken:
-            writer.transport.abort()
-        server.close()
+            assert timing.slow[:4] == ([0, 1, 2, 3] if how == "greets" else [0] * 4)
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
 
 
 async def test_successful_bus_connection_resets_timeouts_and_delays() -> None:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from agent_shim.host import cgroups, clock, proc, process
 from agent_shim.supervisor.supervisor import JobFile, ServiceInfo, Supervisor
 from tests.support.programs.jobs import JobTree, in_state, info
+from tests.support.serving import serving, serving_at
 from tests.support.waiting import until
 
 # --- resources --------------------------------------------------------------------------------------------------------
@@ -84,14 +85,13 @@ async def test_process_is_starting_until_its_socket_answers(world: JobTree) -> N
 async def test_process_whose_socket_never_answers_is_never_reported_as_running(world: JobTree, is_there: bool) -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
-        writer.close()
 
     world.timing = replace(world.timing, cycle=2)
     there = world.base / "socket"
     rule = f"if failed unixsocket {there} protocol http timeout 1 seconds then alert"
     async with contextlib.AsyncExitStack() as opened:
         if is_there:
-            await opened.enter_async_context(await asyncio.start_unix_server(silent, there))
+            await opened.enter_async_context(serving_at(there, silent))
         job = world.job("web", None, "kill $(cat $pidfile)", rule)
         supervisor = await opened.enter_async_context(world.checking(job))
 
@@ -267,10 +267,11 @@ async def test_check_result_applies_only_to_the_process_that_was_checked(world: 
             await writer.wait_closed()
         first.set()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    rule = f"if failed port {port} protocol http timeout 2 seconds then restart"
-    async with server, world.checking(world.job("web", None, "kill $(cat $pidfile)", rule)) as supervisor:
+    async with contextlib.AsyncExitStack() as opened:
+        port = await opened.enter_async_context(serving(serve))
+        rule = f"if failed port {port} protocol http timeout 2 seconds then restart"
+        job = world.job("web", None, "kill $(cat $pidfile)", rule)
+        supervisor = await opened.enter_async_context(world.checking(job))
         await until(lambda: len(asked) == 2)
         await asyncio.sleep(5 * world.timing.cycle)
         assert len(asked) == 2

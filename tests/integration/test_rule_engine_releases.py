@@ -19,6 +19,7 @@ from agent_shim.edges.monit_text import words
 from agent_shim.supervisor import monit_api
 from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.support.programs.jobs import JobTree, in_state, info
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 
@@ -28,26 +29,21 @@ class Web:
     def __init__(self) -> None:
         self.status = "200 OK"
         self.heard: list[bytes] = []
-        self._server: asyncio.Server | None = None
+        self._serving = contextlib.AsyncExitStack()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
 
     async def open(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        await self._serving.enter_async_context(serving(self._serve, port=self.port))
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            await self._server.wait_closed()
-        self._server = None
+        await self._serving.aclose()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             self.heard.append(await reader.readuntil(b"\r\n\r\n"))
             writer.write(f"HTTP/1.1 {self.status}\r\nContent-Length: 0\r\n\r\n".encode())
-            writer.close()
-            await writer.wait_closed()
 
 
 @pytest.fixture

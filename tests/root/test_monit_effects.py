@@ -24,6 +24,7 @@ from agent_shim.host import process
 from agent_shim.supervisor import monit_api
 from agent_shim.supervisor.supervisor import JobFile
 from tests.support.programs.jobs import FAST, JobTree
+from tests.support.serving import serving
 
 pytestmark = pytest.mark.root
 
@@ -218,11 +219,10 @@ async def test_host_and_port_checks_give_the_same_results_as_monit(tmp_path: Pat
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             await reader.readuntil(b"\r\n\r\n")
             writer.write(answers[0])
-            writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+    async with contextlib.AsyncExitStack() as opened:
+        port = await opened.enter_async_context(serving(serve))
+        silent = opened.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
         silent.bind(("127.0.0.1", 0))
         text = f"""
         check host page with address 127.0.0.1
@@ -238,11 +238,11 @@ async def test_host_and_port_checks_give_the_same_results_as_monit(tmp_path: Pat
         """
         names = ("page", "content", "other", "datagrams", "echo")
         fine = dict.fromkeys(names, "online with all services")
-        async with server, both(tmp_path, text) as sides:
-            await agree(sides, fine | {"other": "Connection failed"}, [])
-            answers[0] = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhallo"
-            await agree(sides, fine | {"content": "Connection failed"}, [])
-            answers[0] = b"HTTP/1.1 503 Oh\r\n\r\n"
-            silent.close()
-            failed = dict.fromkeys(names[:4], "Connection failed")
-            await agree(sides, failed | {"echo": fine["echo"]}, [])
+        sides = await opened.enter_async_context(both(tmp_path, text))
+        await agree(sides, fine | {"other": "Connection failed"}, [])
+        answers[0] = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhallo"
+        await agree(sides, fine | {"content": "Connection failed"}, [])
+        answers[0] = b"HTTP/1.1 503 Oh\r\n\r\n"
+        silent.close()
+        failed = dict.fromkeys(names[:4], "Connection failed")
+        await agree(sides, failed | {"echo": fine["echo"]}, [])

@@ -8,7 +8,8 @@ import socket
 from types import TracebackType
 from typing import Final, Self
 
-IP_FREEBIND: Final = 15  # from include/uapi/linux/in.h
+from tests.support.serving import serving
+
 ESTABLISHED: Final = 1  # from include/net/tcp_states.h
 
 
@@ -25,19 +26,14 @@ class Proxy:
         self.connections = 0
         """Number of connections accepted so far."""
         self.target = target
-        self._address = address, port
+        self._address = address
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._writers: set[asyncio.StreamWriter] = set()
         self._made: list[asyncio.StreamWriter] = []
-        self._pumps: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
-
-    @property
-    def port(self) -> int:
-        assert self._server is not None
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
+        self.port = port
+        """The port on which the proxy listens."""
+        self._serving = contextlib.AsyncExitStack()
 
     @property
     def left(self) -> int:
@@ -47,21 +43,14 @@ class Proxy:
         return sum(not _is_held(writer) for writer in self._made)
 
     async def __aenter__(self) -> Self:
-        listener = socket.socket()
-        listener.setsockopt(socket.IPPROTO_IP, IP_FREEBIND, 1)
-        listener.bind(self._address)
-        self._server = await asyncio.start_server(self._accept, sock=listener)
+        server = serving(self._forward, address=self._address, port=self.port)
+        self.port = await self._serving.enter_async_context(server)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._server is not None
-        self._server.close()
-        self.cut()
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
+        await self._serving.aclose()
 
     def cut(self) -> None:
         """Reset every existing connection. New connections are still accepted."""
@@ -77,7 +66,7 @@ class Proxy:
         """Resume forwarding, starting with the data that was held back."""
         self._flowing.set()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         self._writers.add(writer)
         self._made.append(writer)
@@ -87,10 +76,10 @@ class Proxy:
             writer.transport.abort()
             return
         self._writers.add(far_writer)
-        for pump in (self._pump(reader, far_writer), self._pump(far_reader, writer)):
-            task = asyncio.create_task(pump, name="proxy")
-            self._pumps.add(task)
-            task.add_done_callback(self._pumps.discard)
+        try:
+            await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
+        finally:
+            far_writer.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):

@@ -1,20 +1,60 @@
-"""A test server that closes all its connections when it stops, even those that it has just accepted."""
+"""Test servers that close all their connections when they stop, even those that they have just accepted.
+
+A connection that stays open would fail a later test: Python warns of it when it collects the garbage.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+IP_FREEBIND: Final = 15  # from include/uapi/linux/in.h
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Begin = Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]
 
 
 @asynccontextmanager
-async def serving(talk: Talk, *, context: ssl.SSLContext | None = None) -> AsyncIterator[int]:
-    """Listen on a port and run ``talk`` for each client. Yield the port. All connections are cut when the block
+async def serving(
+    talk: Talk, *, address: str = "127.0.0.1", port: int = 0, context: ssl.SSLContext | None = None
+) -> AsyncIterator[int]:
+    """Listen on an IPv4 address and run ``talk`` for each client. Yield the port. All connections are cut when the
+    block ends.
+
+    The address may be assigned later. If ``port`` is 0, a free port is used.
+    """
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_IP, IP_FREEBIND, 1)
+        listener.bind((address, port))
+
+        async def listen(begin: Begin) -> asyncio.Server:
+            return await asyncio.start_server(begin, sock=listener, ssl=context)
+
+        async with _serving(talk, listen):
+            yield listener.getsockname()[1]
+
+
+@asynccontextmanager
+async def serving_at(path: Path, talk: Talk) -> AsyncIterator[None]:
+    """Listen on a Unix socket at ``path`` and run ``talk`` for each client. All connections are cut when the block
     ends.
     """
+
+    async def listen(begin: Begin) -> asyncio.Server:
+        return await asyncio.start_unix_server(begin, path)
+
+    async with _serving(talk, listen):
+        yield
+
+
+@asynccontextmanager
+async def _serving(talk: Talk, listen: Callable[[Begin], Awaitable[asyncio.Server]]) -> AsyncIterator[asyncio.Server]:
     talks: set[asyncio.Task[None]] = set()
 
     async def have(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -30,9 +70,9 @@ async def serving(talk: Talk, *, context: ssl.SSLContext | None = None) -> Async
         talks.add(task)
         task.add_done_callback(talks.discard)
 
-    server = await asyncio.start_server(begin, "127.0.0.1", 0, ssl=context)
+    server = await listen(begin)
     try:
-        yield server.sockets[0].getsockname()[1]
+        yield server
     finally:
         try:
             # Without this, asyncio would lose a socket that it has accepted just before close().
