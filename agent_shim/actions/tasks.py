@@ -156,9 +156,10 @@ class Tasks:
             except ValueError as exc:
                 logger.warning("cannot resume a stored task of %s: %s", method, exc)
                 continue
+            self._stored[task_id] = {"TaskID": task_id, "Method": method, "Payload": base64.b64encode(request).decode()}
             if is_begun:
                 work = _give_up
-            self._stored[task_id] = {"TaskID": task_id, "Method": method, "Payload": base64.b64encode(request).decode()}
+                self._stored[task_id]["Begun"] = "again"
             self.submit(method, work, task_id=task_id).is_resumed = True
             logger.info("resuming task %s (%s) after a restart", task_id, method)
 

@@ -373,7 +373,6 @@ class Bpm:
         }
         if wanted.limits.core_file_size is not None:
             limits["RLIMIT_CORE"] = wanted.limits.core_file_size
-        wanted_capabilities = {each.removeprefix("CAP_").upper() for each in wanted.capabilities}
         # At level 1, the process gets its own root file system.
         is_apart = isolation.level == 1
         # At level 2, do not restrict a privileged process, because Landlock would keep it from mounting file systems.
@@ -391,7 +390,7 @@ class Bpm:
             uid=ids[0],
             gid=ids[1],
             keeps_privileges=wanted.unsafe.privileged,
-            capabilities=sorted(capabilities.NAMES.index(each) for each in wanted_capabilities & held),
+            capabilities=sorted(capabilities.NAMES.index(each) for each in held.intersection(wanted.capabilities)),
             limits=limits,
             cgroups=cgroups,
             binds=self._binds(job, wanted, is_apart=is_apart) if has_view else None,
@@ -529,7 +528,7 @@ class Bpm:
         ``HostError`` instead.
         """
         held = capabilities.privileges().effective if os.geteuid() == 0 else frozenset[str]()
-        lacking = [f"capability {each}" for each in wanted.capabilities if each.upper() not in held]
+        lacking = [f"capability {each}" for each in wanted.capabilities if each not in held]
         if wanted.limits.processes is not None and not isolation.processes:
             lacking.append("limits.processes")
         for key, which in (("open_files", resource.RLIMIT_NOFILE), ("core_file_size", resource.RLIMIT_CORE)):

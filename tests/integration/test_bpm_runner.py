@@ -520,7 +520,7 @@ def test_bpm_process_gets_only_the_configured_capabilities(
     ids: tuple[int | None, int | None],
     names: list[str],
 ) -> None:
-    more = f"  capabilities: [net_raw, SYS_ADMIN]\n  unsafe: {{privileged: {str(is_privileged).lower()}}}\n"
+    more = f"  capabilities: [cap_net_raw, SYS_ADMIN]\n  unsafe: {{privileged: {str(is_privileged).lower()}}}\n"
     job(world, "true", f"{more}  limits: {{open_files: 500}}\n")
     held = capabilities.Privileges(frozenset({"NET_RAW", "CHOWN", "SYS_RESOURCE"}))
     monkeypatch.setattr(os, "geteuid", lambda: uid)

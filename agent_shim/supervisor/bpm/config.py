@@ -70,8 +70,9 @@ class ProcessConfig(msgspec.Struct, frozen=True):
     the process runs in the job's directory.
 
     ``pre_start`` is a program that runs before the process, as root and outside the sandbox; "" means none.
-    ``capabilities`` have no ``CAP_`` prefix. ``ephemeral_disk`` and ``persistent_disk`` grant access to ``data/JOB``
-    and ``store/JOB``. ``shutdown_signal`` is the first signal that is sent to stop the process.
+    ``capabilities`` are in capital letters and without the ``CAP_`` prefix. ``ephemeral_disk`` and
+    ``persistent_disk`` grant access to ``data/JOB`` and ``store/JOB``. ``shutdown_signal`` is the first signal that
+    is sent to stop the process.
     """
 
     name: str
@@ -146,7 +147,7 @@ def _process(entry: _Map, root: str, disks: frozenset[str]) -> ProcessConfig:
         env=entry.text_map("env"),
         workdir=entry.text("workdir"),
         pre_start=entry.map("hooks").text("pre_start"),
-        capabilities=entry.texts("capabilities"),
+        capabilities=tuple(each.upper().removeprefix("CAP_") for each in entry.texts("capabilities")),
         limits=_limits(entry.map("limits")),
         ephemeral_disk=entry.flag("ephemeral_disk"),
         persistent_disk=entry.flag("persistent_disk"),

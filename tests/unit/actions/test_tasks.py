@@ -240,6 +240,30 @@ async def test_task_that_repeatedly_kills_its_agent_fails(tmp_path: Path) -> Non
     running.cancel()
 
 
+async def test_failing_task_stays_marked_if_the_agent_exits_before_it_runs(tmp_path: Path) -> None:
+    journal = tmp_path / "tasks.json"
+    entry = {"TaskID": "a", "Method": "update_settings", "Payload": "", "Begun": "again"}
+    journal.write_text(json.dumps({"a": entry}))
+    begun: list[bytes] = []
+
+    def fatal(request: bytes) -> Any:
+        async def work() -> None:
+            begun.append(request)
+
+        return work
+
+    lane = Tasks(journal)
+    await lane.resume({"update_settings": fatal})
+    await lane.submit_persistent("update_settings", fatal(b"x"), b"x")  # this writes the journal
+    lane = Tasks(journal)
+    await lane.resume({"update_settings": fatal})
+    running = asyncio.ensure_future(lane.run(failure))
+
+    assert (await ended(lane, "a")).state == "failed"
+    assert b"" not in begun
+    running.cancel()
+
+
 async def test_task_journal_writes_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a slow write overwrote a later one, the journal might not contain a task id that the Director knows."""
     journal = tmp_path / "tasks.json"

@@ -26,7 +26,7 @@ processes:
   workdir: /var/vcap/packages/server
   hooks:
     pre_start: /var/vcap/jobs/server/bin/setup
-  capabilities: [NET_BIND_SERVICE, SYS_TIME]
+  capabilities: [NET_BIND_SERVICE, cap_sys_time]
   limits:
     memory: 1.5G
     open_files: 100_000
