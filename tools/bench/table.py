@@ -97,9 +97,18 @@ row's name.
 
 
 NOT_ALIKE: Final = frozenset(
-    {"exec_to_first_pong", "exec_to_first_pong_with_5_jobs", "from_exec_until_5_jobs_are_adopted"}
+    {
+        "exec_to_first_pong",
+        "exec_to_first_pong_with_5_jobs",
+        "from_exec_until_5_jobs_are_adopted",
+        "exec_to_first_pong_as_root",
+        "interpreter_with_asyncio_and_ssl",
+        "pss_of_an_interpreter_with_asyncio_and_ssl",
+    }
 )
-"""Figures that are not comparable with the Go agent's, because its ``dummy`` platform skips some boot steps."""
+"""Figures that are not comparable with the Go agent's: its ``dummy`` platform skips some boot steps, and the floors are
+those of a Python program.
+"""
 
 
 def merged(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
