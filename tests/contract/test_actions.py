@@ -24,7 +24,7 @@ from agent_shim.supervisor import plan, supervisor
 from agent_shim.supervisor.monit import parser
 from agent_shim.supervisor.monit.ast import JobFile
 from tests.support import jobs
-from tests.support.waiting import until
+from tests.support.waiting import TIMEOUT_S, until
 from tests.support.world import LocalAgent
 from tests.support.world import world as new_world
 
@@ -52,7 +52,7 @@ async def deployed(world: LocalAgent, *names: str, **files: dict[str, str]) -> d
 
 
 async def running(world: LocalAgent) -> dict[str, Any]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(TIMEOUT_S):
         while (state := await world.value("get_state"))["job_state"] != "running":
             await asyncio.sleep(0.01)
     return state  # type: ignore[no-any-return]

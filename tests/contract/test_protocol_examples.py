@@ -15,6 +15,7 @@ from agent_shim.host import volumes
 from tests.support import jobs, protocol
 from tests.support.http import http_server
 from tests.support.protocol import Example
+from tests.support.waiting import TIMEOUT_S
 from tests.support.world import LocalAgent
 
 EXAMPLES = [example for section in protocol.sections() for example in section.examples]
@@ -69,11 +70,11 @@ async def test_protocol_example_is_answered_as_documented(
     if example.kind == "deployed":
         assert await world.value("apply", known["spec"]) == "applied"
         assert await world.value("start") == "started"
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(TIMEOUT_S):
             while (await world.value("get_state"))["job_state"] != "running":
                 await asyncio.sleep(0.01)
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(TIMEOUT_S):
         await example.play(world.raw, known)
 
 

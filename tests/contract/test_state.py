@@ -21,7 +21,7 @@ from agent_shim.host.network import Address
 from tests.contract.test_actions import deployed, running, store_of
 from tests.support import jobs
 from tests.support.specs import FRESH_SPEC
-from tests.support.waiting import until
+from tests.support.waiting import TIMEOUT_S, until
 from tests.support.world import LocalAgent, write_settings
 from tests.support.world import world as new_world
 
@@ -132,7 +132,7 @@ async def test_s4_job_state_failing_overrides_running_and_stopped_overrides_both
     await deployed(world, "good", bad={"monit": "check process bad with nonsense"})
     await world.value("start")
     states: dict[str, str] = {}
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(TIMEOUT_S):
         while states.get("good") != "running":
             state = await world.value("get_state")
             states = {process["name"]: process["state"] for process in state["processes"]}
@@ -151,7 +151,7 @@ async def test_s4_only_a_crashed_process_must_settle_before_it_counts_as_running
     await running(world)
     os.kill(int((world.paths.run / "web/web.pid").read_text()), signal.SIGKILL)
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(TIMEOUT_S):
         await until(lambda: world.agent.supervisor.services()[0].restarts)
         while not (state := await world.value("get_state"))["processes"][0]["uptime"]:
             await asyncio.sleep(0.01)
@@ -166,7 +166,7 @@ async def test_s4_instance_is_starting_until_its_settling_time_is_over(tmp_path:
         assert (await world.value("get_state"))["job_state"] == "running"  # no service is monitored yet
         await world.value("start")
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(TIMEOUT_S):
             while (state := await world.value("get_state"))["processes"][0]["state"] != "running":
                 await asyncio.sleep(0.01)
             if seconds > 60:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_standalone import StandaloneTree
+from tests.support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +47,7 @@ async def test_broken_example_is_diagnosed_and_fixed_as_documented(tmp_path: Pat
         (tmp_path / "port").write_text(f"{port}\n")
         assert await place.ask("restart", "web", "--wait") == (0, "")
         await output_with(place, "jobs are running", "probe", "ready")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(TIMEOUT_S):
             while b"HTTP/1.0 200" not in await asyncio.to_thread(get_page, port):
                 await asyncio.sleep(0.2)
         assert await place.ask("drain") == (0, "all jobs stopped in order")

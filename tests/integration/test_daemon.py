@@ -27,7 +27,7 @@ from tests.support.broker import NatsServer
 from tests.support.bus import connected, on_bus
 from tests.support.instance import AGENT, COMMAND, RunningAgent
 from tests.support.ports import free_address
-from tests.support.waiting import until
+from tests.support.waiting import TIMEOUT_S, until
 from tests.support.web import page
 from tests.support.world import world as contract_world
 
@@ -129,7 +129,7 @@ async def test_shutdown_request_stops_the_jobs_and_the_next_agent_stays_idle(ins
     await until(lambda: not Path(f"/proc/{pid}").exists())
     status: int | None = 0
     output = ""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(TIMEOUT_S):
         while status == 0:
             status, output = await instance.execute("probe", "ready")
     assert "shut down by the Director" in output

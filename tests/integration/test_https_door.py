@@ -35,7 +35,7 @@ from tests.support.create_env import (
     trusting,
 )
 from tests.support.old_tls import lenient, outdated
-from tests.support.waiting import until
+from tests.support.waiting import TIMEOUT_S, until
 
 
 class PingAgent:
@@ -505,7 +505,7 @@ async def test_https_port_in_use_is_retried(agent: PingAgent, tmp_path: Path, ca
     bus = HttpsBus(mbus(port), agent.handle, tmp_path, bounds=https.CallerLimits(retry=0.05))
     running = asyncio.create_task(bus.run())
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(TIMEOUT_S):
             await until(lambda: bus.stats.attempts >= 5)
             assert bus.port == 0
             assert "cannot listen at 127.0.0.1" in bus.stats.last_error

@@ -11,7 +11,7 @@ import pytest
 
 from agent_shim.host import proc, process
 from tests.support.instance import AGENT, RunningAgent
-from tests.support.waiting import until
+from tests.support.waiting import TIMEOUT_S, until
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ async def monit(instance: RunningAgent, line: str) -> tuple[int | None, str]:
 
 
 async def until_summary(instance: RunningAgent, *lines: str) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(TIMEOUT_S):
         while True:
             _, text = await monit(instance, "summary")
             if all(re.search(line, text, re.MULTILINE) for line in lines):

@@ -23,7 +23,7 @@ from agent_shim.supervisor.supervisor import JobFile, Supervisor
 from tests.support.instance import RunningAgent as Instance
 from tests.support.ports import free_port
 from tests.support.programs.jobs import JobTree, in_state, info
-from tests.support.waiting import until
+from tests.support.waiting import TIMEOUT_S, until
 
 Where = tuple[str, int]
 USER = "vcap:of-this-machine"
@@ -141,7 +141,7 @@ async def test_monit_xml_reports_file_fifo_and_host_checks_with_their_results(wo
                 *(("type", "TCP"), ("responsetime", "-1.000")),
             ]
             # Keep changing the file, because the next check may clear the failure before the test can read it.
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(TIMEOUT_S):
                 while (number(changing, "status"), number(changing, "status_hint")) != (16, 16):
                     with path.open("a") as file:
                         file.write("x")
@@ -191,7 +191,7 @@ async def test_galera_agent_stops_and_starts_its_service_over_monit_http(world: 
             code, page = await call(where, "/galera-init", f"action={action}")
             assert code == 200
             assert f"{action} pending" in page
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(TIMEOUT_S):
                 while (found := of_galera(await status(where, 1), "galera-init")) != state:
                     assert found in ("pending", "starting")
                     await asyncio.sleep(0.01)

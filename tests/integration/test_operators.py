@@ -17,7 +17,7 @@ import pytest
 
 from agent_shim.host import process
 from tests.support.instance import COMMAND, RunningAgent
-from tests.support.waiting import until
+from tests.support.waiting import TIMEOUT_S, until
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ async def test_status_watch_runs_until_interrupted_even_without_an_agent(instanc
             await until(lambda: "cannot ask the agent" in out.read_text())  # noqa: B023
 
         watching.send(signal.SIGINT)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(TIMEOUT_S):
             assert await watching.wait() == 0
 
 
@@ -109,7 +109,7 @@ async def test_status_watch_keeps_the_terminal_scrollback(instance: RunningAgent
 
         await until(lambda: more().count(b"more lines") > 1)
         watching.send(signal.SIGINT)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(TIMEOUT_S):
             assert await watching.wait() == 0
         more()
     finally:
@@ -133,7 +133,7 @@ async def test_logs_command_shows_job_logs_and_the_agent_log(instance: RunningAg
 
     await until(lambda: "job-0/web.stdout.log | served" in out.read_text())
     following.send(signal.SIGINT)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(TIMEOUT_S):
         assert await following.wait() == 0
     await until(lambda: '"message": "served"' in instance.log_text())
     line = next(line for line in instance.log_text().splitlines() if '"served"' in line)
@@ -159,7 +159,7 @@ async def test_sigusr1_and_sigusr2_change_the_log_level(instance: RunningAgent) 
 async def test_operator_actions_are_audited_with_the_calling_process(instance: RunningAgent) -> None:
     orders = [("restart", "all"), ("call", "info"), ("stop", "nonexistent"), ("status",)]
     commands = [start_command(instance, *words)[0] for words in orders]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(TIMEOUT_S):
         await asyncio.gather(*(command.wait() for command in commands))
 
     lines = [json.loads(line) for line in instance.log_text().splitlines() if '"agent_shim.audit"' in line]

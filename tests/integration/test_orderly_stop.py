@@ -13,7 +13,7 @@ from agent_shim.daemon.endings import write_termination_log
 from agent_shim.daemon.orderly_stop import OrderlyStop
 from tests.contract.test_actions import deployed, running
 from tests.support import jobs
-from tests.support.waiting import until
+from tests.support.waiting import TIMEOUT_S, until
 from tests.support.world import LocalAgent
 from tests.support.world import world as made
 
@@ -149,7 +149,7 @@ async def test_second_signal_shortens_the_orderly_stop(world: LocalAgent) -> Non
     pid = int((world.paths.run / "slow/slow.pid").read_text())
     stop = OrderlyStop(1000)
     stopping = asyncio.create_task(stop.run(world.agent))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(TIMEOUT_S):
         await until(
             lambda: any(
                 "drain" in line for line in (recorded_calls(world) if (world.paths.base / "trace").exists() else [])

@@ -21,6 +21,7 @@ from agent_shim.daemon import standalone
 from agent_shim.host import proc, process
 from agent_shim.host.process import Process
 from tests.support import jobs
+from tests.support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +91,7 @@ class StandaloneTree:
     async def until_ready(self, wanted: tuple[int, str] = (0, "jobs are running")) -> None:
         said: Any = ""
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(TIMEOUT_S):
                 while (said := await self.ask("probe", "ready")) != wanted:
                     await asyncio.sleep(0.02)
         except TimeoutError:

@@ -67,7 +67,7 @@ def says(job, name, stream="stdout"):
     return path.read_text() if path.exists() else ""
 
 async def answers(port):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while True:
             try:
                 reading, writing = await asyncio.open_connection("127.0.0.1", port)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import jobs
 from tests.support.fleet import Fleet
+from tests.support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.root
 
@@ -85,7 +86,7 @@ async def test_job_scripts_reach_the_agents_bpm(fleet: Fleet, has_release: bool)
         assert await run("apply", spec) == "applied"
         assert await run("run_script", "pre-start", {}) == {}
         assert await fleet.director.value(AGENT, "start") == "started"
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(TIMEOUT_S):
             while (await run("get_state"))["job_state"] != "running":
                 pass
         assert await run("run_script", "post-start", {}) == {}

@@ -18,7 +18,7 @@ from agent_shim.host import network
 from tests.support import jobs
 from tests.support.fleet import Fleet
 from tests.support.machine import Machine
-from tests.support.waiting import until
+from tests.support.waiting import TIMEOUT_S, until
 
 pytestmark = pytest.mark.root
 
@@ -83,7 +83,7 @@ async def test_agent_answers_all_requests_that_create_an_instance(fleet: Fleet, 
         assert await run("run_script", "pre-start", {}) == {}
         assert (machine.vcap / "data/sys/log/web/pre-start.stdout.log").read_text() == "root\n"
         assert await director.value(AGENT, "start") == "started"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(TIMEOUT_S):
             while (state := await run("get_state"))["job_state"] != "running":
                 assert state["job_state"] == "starting"
         assert state["networks"] == {"default": filled}
@@ -109,7 +109,7 @@ async def test_quick_requests_do_not_wait_for_tasks(fleet: Fleet, machine: Machi
     named = jobs.blob(fleet.blobs(AGENT), records)
     digest = f"sha256:{hashlib.sha256(records).hexdigest()}"
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(TIMEOUT_S):
         assert await director.value(AGENT, "ping") == "pong"
         assert (await director.value(AGENT, "get_state", "full"))["agent_id"] == AGENT
         assert await director.value(AGENT, "sync_dns", named["blobstore_id"], digest, 1) == "synced"
@@ -120,6 +120,6 @@ async def test_quick_requests_do_not_wait_for_tasks(fleet: Fleet, machine: Machi
     assert gone == {"command": "cleanup", "status": "success"}
     (machine.vcap / "data/web/go").touch()
     for task_id in [hanging, *waiting]:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(TIMEOUT_S):
             while (answer := await director.value(AGENT, "get_task", task_id)) != {}:
                 assert answer["state"] == "running"

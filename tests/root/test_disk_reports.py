@@ -20,7 +20,7 @@ from agent_shim.demo.director import RpcRemoteError
 from agent_shim.services.disks import markers
 from agent_shim.services.disks.markers import Marker
 from tests.support.pod import PodInstance
-from tests.support.waiting import until
+from tests.support.waiting import TIMEOUT_S, until
 
 pytestmark = pytest.mark.root
 
@@ -58,7 +58,7 @@ async def test_migration_progress_is_shown_in_status_and_metrics(pod: PodInstanc
 
     migrating = asyncio.create_task(pod.run("migrate_disk", "disk-1", "disk-2"))
     copying = await pod.stop_copying("disk-2")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(TIMEOUT_S):
         await until(lambda: re.fullmatch(r"migration, copying: \d+/1\d{7} bytes", status(pod)["disk"]))
         while not await metric(pod, "disk_migration_running"):
             await asyncio.sleep(0.1)
@@ -70,7 +70,7 @@ async def test_migration_progress_is_shown_in_status_and_metrics(pod: PodInstanc
 
     assert await migrating == {}
     assert status(pod)["disk"] == "mounted"
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(TIMEOUT_S):
         while await metric(pod, "disk_migration_running"):
             await asyncio.sleep(0.1)
 

@@ -23,7 +23,7 @@ from agent_shim.services.firewall import AWAITED
 from tests.support.broker import NatsServer
 from tests.support.pod import AGENT, PodInstance
 from tests.support.proxy import Proxy
-from tests.support.waiting import until
+from tests.support.waiting import TIMEOUT_S, until
 
 pytestmark = pytest.mark.root
 
@@ -59,28 +59,29 @@ table ip mesh {{
 
 
 class ProxiedPod(PodInstance):
-    """A pod that connects to its bus through ``proxy``, which listens on ``gateway``."""
+    """A pod that connects to its bus through ``proxy``, which listens on ``gateway``.
+
+    Programs inside the pod run in threads, because the proxy runs in this event loop. If the loop were blocked, the
+    agent would lose its connection.
+    """
 
     proxy: Proxy
 
-    def may_connect(self, prefix: str = "") -> bool:
+    async def may_connect(self, prefix: str = "") -> bool:
         """Return True if a program can connect to the bus when it runs with the command prefix ``prefix``."""
         at = urlsplit(self.url)
         code = f"import socket; socket.create_connection(({at.hostname!r}, {at.port}), 5)"
         done = self.machine.popen([*prefix.split(), sys.executable, "-c", code], stderr=subprocess.PIPE)
-        _, err = done.communicate(timeout=30)
+        _, err = await asyncio.to_thread(done.communicate, timeout=30)
         assert done.returncode == 0 or b"ConnectionRefusedError" in err, err
         return done.returncode == 0
 
     async def firewall(self, **wanted: Any) -> dict[str, Any]:
         """Wait until the agent's report about the packet filter contains ``wanted`` and the agent knows the bus
         addresses. Return the report.
-
-        The request runs in a thread, because the proxy runs in this event loop. If the loop were blocked, the agent
-        would lose its connection.
         """
         command = f"{sys.executable} -m agent_shim.cli status --json"
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(TIMEOUT_S):
             while True:
                 said: dict[str, Any] = json.loads(await asyncio.to_thread(self.machine.run, command))["firewall"]
                 if said.items() >= wanted.items() and said["why"] != AWAITED:
@@ -112,16 +113,17 @@ async def pod(tmp_path: Path) -> AsyncIterator[ProxiedPod]:
 @pytest.mark.attack("a job connects to the bus")
 async def test_packet_filter_blocks_jobs_from_the_bus_but_not_root(pod: ProxiedPod) -> None:
     pod.start_container()
-    assert pod.may_connect(VCAP)
+    assert await pod.may_connect(VCAP)
 
     await pod.start_agent()
 
     await pod.firewall(enforced=True)
-    assert not pod.may_connect(VCAP)
-    assert pod.may_connect()
+    assert not await pod.may_connect(VCAP)
+    assert await pod.may_connect()
     assert await pod.director.value(AGENT, "ping") == "pong"
     done = pod.machine.popen([sys.executable, "-m", "agent_shim.cli", "doctor", "--json"], stdout=subprocess.PIPE)
-    found = json.loads(done.communicate(timeout=60)[0])["findings"]
+    out, _ = await asyncio.to_thread(done.communicate, timeout=60)
+    found = json.loads(out)["findings"]
     assert next(one for one in found if one["topic"] == "firewall")["verdict"] == "good"
 
 
@@ -132,7 +134,7 @@ async def test_boot_and_doctor_cause_no_errors_in_the_bus_servers_log(pod: Proxi
     pod.start_container()
     await pod.start_agent()
     await pod.firewall(enforced=True)
-    pod.machine.run(f"{sys.executable} -m agent_shim.cli doctor --json || true")
+    await asyncio.to_thread(pod.machine.run, f"{sys.executable} -m agent_shim.cli doctor --json || true")
     assert await pod.director.value(AGENT, "ping") == "pong"
 
     lines = pod.server.log.read_text().splitlines()
@@ -148,9 +150,9 @@ async def test_packet_filter_rules_are_restored_and_outlive_the_agent(pod: Proxi
     pod.proxy.cut()
     await until(lambda: pod.tables() != "")
 
-    assert not pod.may_connect(VCAP)
+    assert not await pod.may_connect(VCAP)
     pod.end_agent()
-    assert not pod.may_connect(VCAP)
+    assert not await pod.may_connect(VCAP)
     await pod.start_agent()
 
 
@@ -160,10 +162,10 @@ async def test_handback_removes_only_the_agents_packet_filter_rules(pod: Proxied
     pod.machine.run("nft add table inet bosh_agent")
     pod.end_agent()
 
-    pod.machine.run(f"{sys.executable} -m agent_shim.cli handback")
+    await asyncio.to_thread(pod.machine.run, f"{sys.executable} -m agent_shim.cli handback")
 
     assert pod.tables() == "table inet bosh_agent\n"
-    assert pod.may_connect(VCAP)
+    assert await pod.may_connect(VCAP)
 
 
 async def test_disabled_packet_filter_has_no_rules(pod: ProxiedPod) -> None:
@@ -196,10 +198,12 @@ async def test_packet_filter_does_not_cut_off_an_agent_behind_a_proxy(pod: Proxi
     loaded = pod.machine.popen(["nft", "-f", "-"], stdin=subprocess.PIPE)
     loaded.communicate(REDIRECTED.format(host=at.hostname, port=at.port).encode())
     assert loaded.returncode == 0
-    await until(pod.may_connect)
+    async with asyncio.timeout(TIMEOUT_S):
+        while not await pod.may_connect():
+            await asyncio.sleep(0.05)
 
     pod.exec_agent()
-    async with asyncio.timeout(90):  # The agent needs two connections to test the rules.
+    async with asyncio.timeout(TIMEOUT_S):  # The agent needs two connections to test the rules.
         while True:
             with contextlib.suppress(RpcTimeoutError):
                 await pod.director.value(AGENT, "ping", timeout=2)

@@ -20,6 +20,7 @@ from agent_shim.demo.director import RpcTimeoutError
 from tests.support.machine import machine
 from tests.support.pod import AGENT, PodInstance
 from tests.support.source import ROOT
+from tests.support.waiting import TIMEOUT_S
 
 pytestmark = [
     pytest.mark.root,
@@ -62,10 +63,10 @@ def init(pod: PodInstance) -> Iterator[subprocess.Popen[bytes]]:
 
 
 async def answers(pod: PodInstance) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(TIMEOUT_S):
         while True:
             try:
-                await pod.director.value(AGENT, "ping", timeout=0.05)
+                await pod.director.value(AGENT, "ping", timeout=1)
                 return
             except RpcTimeoutError:
                 continue
@@ -73,7 +74,7 @@ async def answers(pod: PodInstance) -> None:
 
 async def until(pod: PodInstance, command: str) -> None:
     """Wait until a shell command succeeds in the container."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(TIMEOUT_S):
         while pod.machine.run(f"({command}) >/dev/null 2>&1 && echo yes || true") == "":
             await asyncio.sleep(0.1)
 

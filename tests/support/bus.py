@@ -22,6 +22,7 @@ from agent_shim.edges.bus import Handle, tls
 from agent_shim.edges.bus.nats import BusTiming, NatsBus
 from tests.support.broker import NatsServer
 from tests.support.serving import serving
+from tests.support.waiting import TIMEOUT_S
 
 FAST = BusTiming(
     connect=10.0,
@@ -87,7 +88,7 @@ async def talking(where: Path, *, agent_id: str = "agent", **options: Any) -> As
 
 async def connected(bus: NatsBus) -> None:
     """Wait up to 30 s until the bus is connected."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(TIMEOUT_S):
         await bus.wait_connected()
 
 

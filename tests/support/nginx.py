@@ -24,6 +24,7 @@ from pathlib import Path
 
 from agent_shim.demo.pki import Authority
 from agent_shim.host import process
+from tests.support.waiting import TIMEOUT_S
 
 SECRET = "n0b0dy-kn0ws"
 
@@ -165,7 +166,7 @@ async def nginx(where: Path) -> AsyncIterator[Nginx]:
         stderr=where / "out",
     )
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(TIMEOUT_S):
             while not _answers(port):
                 assert running.is_alive, (where / "out").read_text()
                 await asyncio.sleep(0.01)

@@ -6,16 +6,16 @@ Two agents in one cgroup would count and kill each other's job processes if the 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from agent_shim.host import cgroups
 
-_NUMBERS: Final = itertools.count()
+_LIFETIME_S: Final = 24 * 3600
+"""Longest time in seconds for which a test run uses a cgroup."""
 _END_TIMEOUT_S: Final = 10
 """Seconds that killed processes may take to leave a cgroup."""
 
@@ -34,13 +34,17 @@ def own_cgroups(kind: str) -> Iterator[list[tuple[Path, Path]]]:
     Yield a list with a pair for each cgroup: the cgroup's directory, and the top directory of the hierarchy. First,
     remove cgroups of the same ``kind`` that killed test runs have left behind. At the end of the block, remove the new
     cgroups.
+
+    A cgroup's name contains the time at which it was created. A pid would not show whether the cgroup is still in use,
+    because the test run may be in another pid namespace.
     """
     made = []
-    name = f"{kind}-{os.getpid()}-{next(_NUMBERS)}"
+    now = int(time.time())
+    name = f"{kind}-{now}-{uuid.uuid4()}"
     for hierarchy in hierarchies():
         here = hierarchy.levels[0]
         for former in here.glob(f"{kind}-*"):
-            if not Path(f"/proc/{former.name.split('-')[1]}").exists():
+            if now - int(former.name.split("-")[1]) > _LIFETIME_S:
                 _remove(former, timeout=0)
         with contextlib.suppress(OSError):
             (here / name).mkdir()

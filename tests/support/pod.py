@@ -26,6 +26,7 @@ from tests.support import jobs
 from tests.support.broker import NatsServer
 from tests.support.cpi import CpiTraits
 from tests.support.machine import Machine, machine
+from tests.support.waiting import TIMEOUT_S
 
 AGENT: Final = "pod-agent"
 NETWORKS: Final = {"default": {"type": "manual", "ip": "127.0.0.1", "prefix": "32", "netmask": "255.0.0.0"}}
@@ -191,10 +192,12 @@ class PodInstance:
         self.exec_agent()
         if self.cpi.is_late:
             self.deliver()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(TIMEOUT_S):
             while True:
                 try:
-                    await self.director.value(self.agent_id, "ping", timeout=0.02)
+                    # On a slow machine, wait longer for each answer.
+                    patience = 0.02 if time.monotonic() - begun_at < 5 else 1.0
+                    await self.director.value(self.agent_id, "ping", timeout=patience)
                     break
                 except RpcTimeoutError:
                     continue
@@ -220,7 +223,7 @@ class PodInstance:
 
     async def until(self, *job_states: str) -> dict[str, Any]:
         """Wait until the instance is in one of the ``job_states``. Return the reply to ``get_state``."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(TIMEOUT_S):
             while True:
                 state: dict[str, Any] = await self.director.value(self.agent_id, "get_state")
                 if state["job_state"] in job_states:
@@ -232,7 +235,7 @@ class PodInstance:
         outside.
         """
         target = self.volume(into)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(TIMEOUT_S):
             while True:
                 # The worker may exit before it gets the signal.
                 with suppress(ProcessLookupError):
