@@ -166,6 +166,7 @@ class OtherVm:
         await self.create(*disks)
         await pod.until_ended(former)
         await self.bosh.until_pong()
+        await pod.until_exec_works()
 
     async def exec(self, *command: str) -> str:
         return await self.namespace.pod(self.name).exec(*command)

@@ -139,8 +139,9 @@ class Pod:
         return found
 
     async def container(self) -> Document:
-        """Fetch the status of the pod's container."""
-        found: Document = (await self.look())["status"]["containerStatuses"][0]
+        """Return the status of the pod's container. If the kubelet has not reported it yet, wait for it."""
+        pod = await self.until(_has_container, "reported with its container")
+        found: Document = pod["status"]["containerStatuses"][0]
         return found
 
     async def until_ready(self, wanted: bool = True) -> None:
@@ -165,6 +166,17 @@ class Pod:
     async def exec(self, *command: str) -> str:
         """Return the output of a command in the pod. The command must succeed."""
         return await self.namespace.kubectl("exec", self.name, "--", *command)
+
+    async def until_exec_works(self) -> None:
+        """Wait until the kubelet can run commands in a pod that has replaced another one of the same name.
+
+        The kubelet looks up pods by their names, so it may still find the former pod, whose container has exited.
+        """
+        async with asyncio.timeout(LIMIT):
+            kubectl = self.namespace.node.kubectl
+            ask = "-n", self.namespace.name, "exec", self.name, "--", "true"
+            while (await asyncio.to_thread(kubectl, *ask)).returncode != 0:
+                await asyncio.sleep(0.2)
 
     async def logs(self) -> str:
         """Return the container's output, or "" if there is none."""
@@ -224,6 +236,10 @@ class Pod:
         pod = await self.until(lambda pod: _restarts(pod) > before, "restarted")
         how = pod["status"]["containerStatuses"][0]["lastState"]["terminated"]
         return how["exitCode"], how.get("message", "")
+
+
+def _has_container(pod: Document) -> bool:
+    return any("containerID" in one for one in pod["status"].get("containerStatuses", []))
 
 
 def _is_ready(pod: Document) -> bool:
