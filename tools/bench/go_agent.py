@@ -1,8 +1,8 @@
-"""``./dev run python -m tools.bench.go_agent BINARY [--monit MONIT] [...]``: run ``./dev bench`` for the Go agent.
+"""``./dev run python -m tools.bench.go_agent BINARY [--monit MONIT] [PART...]``: run ``./dev bench`` for the Go agent.
 
 BINARY is a bosh-agent and MONIT its monit (default: the one on PATH). Use monit 5.2.5, as on stemcells, because later
-versions reject the agent's start requests. Other options are passed to ``./dev bench``. Memory and CPU time are sums
-over both programs.
+versions reject the agent's start requests. Parts and other options are passed to ``./dev bench``. Memory and CPU time
+are sums over both programs.
 
 Needs root, because everything runs in new mount, network and pid namespaces. They have an empty ``/var/vcap``, a
 syslog, and read-only access to the rest of the disk except ``/tmp``. When the measurement ends, the kernel kills all
@@ -21,6 +21,10 @@ from pathlib import Path
 from typing import Final
 
 SCRIPT: Final = Path(__file__).with_name("go_agent.sh")
+PARTS: Final = ("boots", "pings", "installs", "lifecycles", "archives", "idle", "deploys")
+"""Parts of the benchmark that measure the Go agent as well. The others start several agents, which would all need the
+same port for monit, or restart jobs so often that monit would need hours.
+"""
 
 _INSIDE: Final = """
 set -eu
@@ -57,6 +61,8 @@ def main() -> int:
             parser.error(f"there is no program {program or 'monit'}")
     binary, monit = args.binary.resolve(), args.monit.resolve()
     command = f"{shlex.join(map(str, (SCRIPT, binary, monit)))} {{config}} {{base}}"
+    if not set(rest) & set(PARTS):
+        rest.extend(PARTS)
     bench = [sys.executable, "-m", "tools.bench", "--agent-command", command, "--agent-name", name(monit), *rest]
     namespaces = ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
     inside = ["sh", "-c", _INSIDE, "sh", *bench]
