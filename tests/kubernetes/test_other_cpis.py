@@ -8,6 +8,7 @@ container. Directors that use these CPIs send no disk hints.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 from collections.abc import Callable
@@ -24,6 +25,8 @@ pytestmark = pytest.mark.kubernetes
 
 OLD: Final = "one"
 NEW: Final = "two"
+CPI_PAUSE_S: Final = 15
+"""Seconds for which the CPI sleeps after it has replaced a pod."""
 ADDRESS: Final = "bosh.cloudfoundry.org/ip-address"
 """Annotation for a CNI plugin that gives pods fixed addresses. Other plugins ignore it."""
 SAP_COMMAND: Final = "; ".join(
@@ -157,14 +160,15 @@ class OtherVm:
     async def recreate(self, *disks: str) -> None:
         """Attach or detach disks as the CPI does: delete the pod without a grace period and create another one.
 
-        The CPI then sleeps for fifteen seconds while the old container is stopped. Until this container has exited, two
-        agents with the same id are running.
+        Until the old container has exited, two agents with the same id are running. The kubelet may also start the new
+        container a second time ("Pod sandbox changed").
         """
         pod = self.namespace.pod(self.name)
         former = await pod.container()
         await self.namespace.kubectl("delete", "pod", self.name, "--force", "--grace-period=0")
         await self.create(*disks)
         await pod.until_ended(former)
+        await asyncio.sleep(CPI_PAUSE_S)
         await self.bosh.until_pong()
         await pod.until_exec_works()
 

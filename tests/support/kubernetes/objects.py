@@ -139,8 +139,8 @@ class Pod:
         return found
 
     async def container(self) -> Document:
-        """Return the status of the pod's container. If the kubelet has not reported it yet, wait for it."""
-        pod = await self.until(_has_container, "reported with its container")
+        """Return the status of the pod's container. If the kubelet does not report it as running yet, wait for it."""
+        pod = await self.until(_runs, "running")
         found: Document = pod["status"]["containerStatuses"][0]
         return found
 
@@ -238,8 +238,8 @@ class Pod:
         return how["exitCode"], how.get("message", "")
 
 
-def _has_container(pod: Document) -> bool:
-    return any("containerID" in one for one in pod["status"].get("containerStatuses", []))
+def _runs(pod: Document) -> bool:
+    return any("running" in one["state"] for one in pod["status"].get("containerStatuses", []))
 
 
 def _is_ready(pod: Document) -> bool:
