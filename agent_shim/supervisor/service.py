@@ -33,7 +33,7 @@ from agent_shim.supervisor.monit.ast import Action, Connection
 from agent_shim.supervisor.ownership import process_record
 from agent_shim.supervisor.ownership.ending import Code, Ending, Exit, NoPid, Signal
 from agent_shim.supervisor.ownership.keepers import Left, rule_label, with_names
-from agent_shim.supervisor.ownership.process_finder import MIN_POLL_S, LateError, ProcessFinder, Timing
+from agent_shim.supervisor.ownership.process_finder import MIN_POLL_S, LateError, Named, ProcessFinder, Timing
 from agent_shim.supervisor.ownership.process_record import Identity, ProcessRecord
 from agent_shim.supervisor.plan import ProcessSpec, RestartLimit
 from agent_shim.supervisor.state import (
@@ -396,19 +396,14 @@ class Service:
             self._has_lived = False
             record.processes = ProcessRecord()
 
-    def is_void(self) -> bool:
-        """Return True if the service is running but its pidfile does not name a process. A pidfile written by the agent
-        is ignored.
+    def compare_with_pidfile(self) -> Named:
+        """Return which process the pidfile of a running service names, compared with the watched one. A pidfile written
+        by the agent is ignored, and one that names another process is ignored while it is already being examined.
         """
-        return self.state is State.RUNNING and not self._starter.writes_pidfile and self._finder.is_void(self.spec)
-
-    def is_renamed(self) -> bool:
-        """Return True if the service is running but its pidfile names another process. A pidfile that was written by
-        the agent or is already being examined is ignored.
-        """
-        if self.state is not State.RUNNING or self._starter.writes_pidfile or self._is_following:
-            return False
-        return self._finder.is_renamed(self.spec)
+        if self.state is not State.RUNNING or self._starter.writes_pidfile:
+            return Named.WATCHED
+        named = self._finder.compare_with_pidfile(self.spec)
+        return Named.WATCHED if named is Named.OTHER and self._is_following else named
 
     def look_again(self) -> None:
         """Examine the pidfile again, because it may name a process that replaces the watched one."""
@@ -588,7 +583,7 @@ class Service:
         """
         finder, doubted = self._finder, self._finder.doubted
         is_settling = self.record.state is State.SETTLING
-        if self.is_renamed() and await self._follow_pidfile():
+        if self.compare_with_pidfile() is Named.OTHER and await self._follow_pidfile():
             await self._report_pid_change()
         try:
             async with asyncio.timeout(self._timing.settle if is_settling else None):
@@ -786,7 +781,7 @@ class Service:
         others: list[Identity] = []
         if await self._finder.look(self.spec, processes) or self._has_lived:
             # The pidfile may have changed since the last check.
-            if self._finder.is_renamed(self.spec) and not self._starter.writes_pidfile:
+            if not self._starter.writes_pidfile and self._finder.compare_with_pidfile(self.spec) is Named.OTHER:
                 await self._finder.follow(self.spec, processes)
             # Find these processes now, because they can no longer be found once the stop program has terminated their
             # ancestor.

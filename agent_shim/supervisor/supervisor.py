@@ -33,7 +33,7 @@ from agent_shim.supervisor.monit.ast import JobFile
 from agent_shim.supervisor.oom import Kills
 from agent_shim.supervisor.ownership import process_record
 from agent_shim.supervisor.ownership.keepers import Keepers, Left
-from agent_shim.supervisor.ownership.process_finder import Timing
+from agent_shim.supervisor.ownership.process_finder import Named, Timing
 from agent_shim.supervisor.ownership.tie import was_written_after
 from agent_shim.supervisor.process_stats import ProcessInfo, ProcessStats, ServiceInfo
 from agent_shim.supervisor.rule_engine import RuleEngine
@@ -214,15 +214,16 @@ class Supervisor:
         """
         doubtful = []
         for service in self._all():
-            if service.is_void():
-                doubtful.append(service)
-            elif service.is_renamed():
-                service.look_again()
-            await asyncio.sleep(0)  # each check has read files, so let other tasks run
+            match service.compare_with_pidfile():
+                case Named.NONE:
+                    doubtful.append(service)
+                case Named.OTHER:
+                    service.look_again()
+            await asyncio.sleep(0)  # each check has read a file, so let other tasks run
         if doubtful:
             await asyncio.sleep(self._shared.timing.look)
         for service in doubtful:
-            if service.is_void():
+            if service.compare_with_pidfile() is Named.NONE:
                 service.doubt()
 
     async def _watch_memory(self) -> NoReturn:

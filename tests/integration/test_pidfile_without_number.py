@@ -9,13 +9,11 @@ import contextlib
 import errno
 import os
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from agent_shim.host import guarded
-from agent_shim.supervisor.ownership import process_record
 from agent_shim.supervisor.supervisor import Supervisor
 from tests.support.programs import foreign, is_alive
 from tests.support.programs.jobs import LASTING, JobTree, in_state, info
@@ -126,13 +124,18 @@ async def test_restarted_agent_replaces_a_process_whose_pidfile_is_missing(world
         await supervisor.stop(wait=True)
 
 
-def test_unreadable_pidfile_is_not_treated_as_invalid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "pid"
-    path.write_text("")
-    assert process_record.is_void(path)
-
+async def test_unreadable_pidfile_is_not_treated_as_invalid(world: JobTree, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(guarded, "open_file", refuse)
-    assert not process_record.is_void(path)
+    async with world.supervising(world.job("web", COUNTED)) as supervisor:
+        before = (await in_state(supervisor, "web", "running")).pid
+        with monkeypatch.context() as full:
+            full.setattr(guarded, "open_file", refuse)
+            await supervisor.check_pidfiles()
+
+        assert (info(supervisor, "web").state, info(supervisor, "web").pid) == ("running", before)
+        world.pidfile("web").write_text("")
+        await supervisor.check_pidfiles()
+        await until(lambda: info(supervisor, "web").pid not in (0, before))
+        await supervisor.stop(wait=True)

@@ -20,7 +20,7 @@ from agent_shim.supervisor.ctl_programs import TokenBucket
 from agent_shim.supervisor.monit.ast import MonitProgram
 from agent_shim.supervisor.ownership.ending import Code, Ending
 from agent_shim.supervisor.ownership.keepers import Left
-from agent_shim.supervisor.ownership.process_finder import LateError, Timing
+from agent_shim.supervisor.ownership.process_finder import LateError, Named, Timing
 from agent_shim.supervisor.ownership.process_record import ProcessRecord
 from agent_shim.supervisor.plan import ProcessSpec
 from agent_shim.supervisor.service import Service, ServiceContext
@@ -210,11 +210,8 @@ class PlayedFinder:
                 self.process, self.up_at = self.machine.process, asyncio.get_running_loop().time()
         return self.process is not None
 
-    def is_renamed(self, _: ProcessSpec) -> bool:
-        return False
-
-    def is_void(self, _: ProcessSpec) -> bool:
-        return self.process is not None
+    def compare_with_pidfile(self, _: ProcessSpec) -> Named:
+        return Named.WATCHED if self.process is None else Named.NONE
 
     async def gone(self, _: ProcessSpec) -> Ending:
         if self.process is not None:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Collection
+from enum import Enum, auto
 from functools import partial
 from typing import Final
 
@@ -61,6 +62,14 @@ class Timing(msgspec.Struct, frozen=True):
     """Length of a monit cycle. Rule rates are given in cycles."""
 
 
+class Named(Enum):
+    """The process that a pidfile names, compared with the watched one."""
+
+    WATCHED = auto()
+    NONE = auto()
+    OTHER = auto()
+
+
 class LateError(HostError):
     """No process appeared in time, but it may still appear."""
 
@@ -85,7 +94,7 @@ class ProcessFinder:
         self.refused = ""
         """Why the process named by the pidfile is not accepted as the service's process, or ""."""
         self._refused: tuple[Pidfile, Identity] | None = None
-        """The pidfile whose process was not accepted, and that process. ``is_renamed`` ignores this pidfile."""
+        """The pidfile whose process was not accepted, and that process."""
         self._timing = timing
         self._changed = changed
 
@@ -133,17 +142,27 @@ class ProcessFinder:
         """
         return self._refused is not None and proc.is_there(self._refused[1])
 
-    def is_renamed(self, spec: ProcessSpec) -> bool:
-        """Return True if the pidfile names an existing process that is neither the watched process nor one that was
-        rejected.
+    def compare_with_pidfile(self, spec: ProcessSpec) -> Named:
+        """Return whether the pidfile names the watched process, which must be alive, no existing process, or another
+        one. monit 5.2.5 treats a missing pidfile like one without a number, and a zombie as an existing process.
+
+        The result is ``Named.WATCHED`` if nothing can be said: no process is watched, the pidfile cannot be read, for
+        example because no file descriptor is free, or it still names a process that was rejected.
         """
         if spec.pidfile is None or self.process is None or not self.process.is_alive:
-            return False
+            return Named.WATCHED
         with watchdog.reading(spec.name, "its pidfile"):
-            named = process_record.read(spec.pidfile)
-        if named is None or named.pid == self.process.pid or (self._refused and self._refused[0] == named):
-            return False
-        return proc.stat(named.pid) is not None
+            try:
+                found = process_record.read_or_raise(spec.pidfile)
+            except (FileNotFoundError, NotADirectoryError):
+                return Named.NONE
+            except OSError:
+                return Named.WATCHED
+        if found is not None and found.pid == self.process.pid:
+            return Named.WATCHED
+        if found is None or proc.stat(found.pid) is None:
+            return Named.NONE
+        return Named.WATCHED if self._refused and self._refused[0] == found else Named.OTHER
 
     async def follow(self, spec: ProcessSpec, record: ProcessRecord) -> bool:
         """Watch the process that the pidfile names now if it belongs to the service. Return True if it does.
@@ -193,13 +212,6 @@ class ProcessFinder:
         self._release_doubted()
         self.up_at = time.monotonic() - clock.uptime_of(identity[1])
         return True
-
-    def is_void(self, spec: ProcessSpec) -> bool:
-        """Return True if the watched process is alive but the pidfile names no existing process."""
-        if spec.pidfile is None or self.process is None or not self.process.is_alive:
-            return False
-        with watchdog.reading(spec.name, "its pidfile"):
-            return process_record.is_void(spec.pidfile)
 
     def doubt(self, record: ProcessRecord) -> None:
         """Stop watching the process until its pidfile names it again. It still belongs to the service."""

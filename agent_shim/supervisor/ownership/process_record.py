@@ -36,27 +36,12 @@ def read(path: Path | str | None) -> Pidfile | None:
     if path is None:
         return None
     try:
-        return _read(path)
+        return read_or_raise(path)
     except OSError:
         return None
 
 
-def is_void(path: Path | str) -> bool:
-    """Return True if a pidfile is missing or does not name an existing process. monit 5.2.5 treats both cases alike. A
-    zombie counts as an existing process.
-
-    Return False if the pidfile cannot be read, for example because no file descriptor is free.
-    """
-    try:
-        found = _read(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:
-        return False
-    return found is None or proc.stat(found.pid) is None
-
-
-def _read(path: Path | str) -> Pidfile | None:
+def read_or_raise(path: Path | str) -> Pidfile | None:
     """Like ``read``, but raise ``OSError`` if the file cannot be read."""
     with closing(guarded.open_file(path)) as descriptor:
         text, status = os.read(descriptor, 64), os.fstat(descriptor)

@@ -23,6 +23,7 @@ from agent_shim.supervisor.event_kinds import RESOURCE, Complaint
 from agent_shim.supervisor.monit.ast import ALERT, Action, Connection, Limit, MonitProgram, Rule
 from agent_shim.supervisor.ownership.ending import Code, Ending, Signal
 from agent_shim.supervisor.ownership.keepers import Left
+from agent_shim.supervisor.ownership.process_finder import Named
 from agent_shim.supervisor.plan import ProcessSpec, RestartLimit
 from agent_shim.supervisor.service import Event, Service, ServiceRecord, StopRequest
 from agent_shim.supervisor.state import State, Trigger
@@ -478,10 +479,10 @@ async def test_path_whose_start_program_cannot_run_is_reported_as_missing() -> N
     assert [each.event for each in events] == ["Does not exist"]
 
 
-@pytest.mark.parametrize(("changes", "is_void"), [({}, True), ({"start_call": CALL}, False)])
+@pytest.mark.parametrize(("changes", "named"), [({}, Named.NONE), ({"start_call": CALL}, Named.WATCHED)])
 @played
 async def test_running_service_is_treated_as_missing_if_its_pidfile_names_no_process(
-    changes: dict[str, Any], is_void: bool
+    changes: dict[str, Any], named: Named
 ) -> None:
     """monit does the same, although the process is running. A bpm process's pidfile is not checked, because the agent
     writes the file itself.
@@ -490,9 +491,9 @@ async def test_running_service_is_treated_as_missing_if_its_pidfile_names_no_pro
     machine.appear()
     async with running(service):
         await start_and_wait(service)
-        assert service.is_void() is is_void
+        assert service.compare_with_pidfile() is named
         service.unmonitor()
-        assert not service.is_void()
+        assert service.compare_with_pidfile() is Named.WATCHED
 
 
 @pytest.mark.parametrize("ask", ["stop", "restart"])
