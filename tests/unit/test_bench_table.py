@@ -54,7 +54,8 @@ def test_benchmark_row_has_spread_floor_ratio_and_budget() -> None:
         ("pipelined_pings_per_second", figure([69.0], "1/s"), ""),
         ("fetch_logs_of_400_MB", figure([299.0], "MB/s"), "limit missed"),
         ("fetch_logs_of_400_MB", figure([300.0], "MB/s"), "target missed"),
-        ("start_answered", figure([0.0101], "s", floor=[1.0], floor_is="a script"), "limit missed"),
+        ("start_answered", figure([0.0201], "s", floor=[1.0], floor_is="a script"), "limit missed"),
+        ("start_answered", figure([0.0199], "s"), "target missed"),
         ("start_answered", figure([0.0099], "s"), ""),
     ],
 )
