@@ -397,8 +397,8 @@ class Service:
             record.processes = ProcessRecord()
 
     def compare_with_pidfile(self) -> Named:
-        """Return which process the pidfile of a running service names, compared with the watched one. A pidfile written
-        by the agent is ignored, and one that names another process is ignored while it is already being examined.
+        """Like ``ProcessFinder.compare_with_pidfile``, but also return ``Named.WATCHED`` if the service is not running,
+        if the agent itself wrote the pidfile, or if the pidfile names another process that is already being examined.
         """
         if self.state is not State.RUNNING or self._starter.writes_pidfile:
             return Named.WATCHED

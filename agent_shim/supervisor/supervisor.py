@@ -219,7 +219,7 @@ class Supervisor:
                     doubtful.append(service)
                 case Named.OTHER:
                     service.look_again()
-            await asyncio.sleep(0)  # each check has read a file, so let other tasks run
+            await asyncio.sleep(0)  # each check reads files, so let other tasks run in between
         if doubtful:
             await asyncio.sleep(self._shared.timing.look)
         for service in doubtful:

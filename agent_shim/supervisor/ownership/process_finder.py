@@ -66,8 +66,11 @@ class Named(Enum):
     """The process that a pidfile names, compared with the watched one."""
 
     WATCHED = auto()
+    """The watched process. Also the result if there is nothing to compare."""
     NONE = auto()
+    """No existing process: the pidfile is missing, contains no pid, or names a process that has exited."""
     OTHER = auto()
+    """Another existing process, perhaps a zombie."""
 
 
 class LateError(HostError):
@@ -143,11 +146,12 @@ class ProcessFinder:
         return self._refused is not None and proc.is_there(self._refused[1])
 
     def compare_with_pidfile(self, spec: ProcessSpec) -> Named:
-        """Return whether the pidfile names the watched process, which must be alive, no existing process, or another
-        one. monit 5.2.5 treats a missing pidfile like one without a number, and a zombie as an existing process.
+        """Compare the process that the pidfile names with the watched one. As in monit 5.2.5, a pidfile that is missing
+        or contains no number names no process, and a zombie counts as an existing process.
 
-        The result is ``Named.WATCHED`` if nothing can be said: no process is watched, the pidfile cannot be read, for
-        example because no file descriptor is free, or it still names a process that was rejected.
+        Return ``Named.WATCHED`` also if there is nothing to compare, because no pidfile is defined or no living process
+        is watched, if the pidfile cannot be read (for example because no file descriptor is free), or if it still names
+        a process that was rejected.
         """
         if spec.pidfile is None or self.process is None or not self.process.is_alive:
             return Named.WATCHED
