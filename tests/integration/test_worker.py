@@ -45,7 +45,7 @@ from agent_shim.core.settings import Blobstore
 from agent_shim.host import files, process
 from tests.support import http
 from tests.support.http import BlobServer
-from tests.support.programs import number_in
+from tests.support.programs import is_alive, number_in
 from tests.support.waiting import until
 
 DUMMY = Blobstore()
@@ -466,7 +466,7 @@ asyncio.run(workers.execute(protocol.Get("{paths.base}", Blobstore(), source, "{
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    await until(lambda: not (Path(f"/proc/{worker}/cmdline").exists() and Path(f"/proc/{worker}/cmdline").read_bytes()))
+    await until(lambda: not is_alive(worker))
 
     assert not (tmp_path / "file").exists()
 
