@@ -44,7 +44,8 @@ def own_cgroups(kind: str) -> Iterator[list[tuple[Path, Path]]]:
     for hierarchy in hierarchies():
         here = hierarchy.levels[0]
         for former in here.glob(f"{kind}-*"):
-            if now - int(former.name.split("-")[1]) > _LIFETIME_S:
+            created = former.name.split("-")[1]
+            if created.isdigit() and now - int(created) > _LIFETIME_S:
                 _remove(former, timeout=0)
         with contextlib.suppress(OSError):
             (here / name).mkdir()
